@@ -331,7 +331,8 @@ class Core:
     def multiplies_fp8(self) -> bool: ...
     # Tilings of a layer that are worth a try, the fastest first as the kernel expects it.
     def linear_choices(self, **problem: Unpack[_LinearProblem]) -> list[LinearChoice]: ...
-    # The function takes x, weight and out, of FP8 the scales of x and of the weight behind them, and a stream.
+    # The function takes x, weight, out and the bias (0: none), of FP8 then the scales of x and of the weight, and a
+    # stream.
     def prepare_linear(
         self, *, choice: LinearChoice, counter: Counter | None = None, **problem: Unpack[_LinearProblem]
     ) -> Callable[..., bool]: ...

@@ -191,9 +191,11 @@ class Core {
   virtual std::vector<LinearChoice> linear_choices(const LinearProblem& problem) const = 0;
 
   // A linear layer, which no other rank takes part in. Buffers of the call: x [tokens, inputs], weight [outputs, inputs], or twice as
-  // many rows where the epilogue is silu-and-mul, and out [tokens, outputs], contiguous and 16-byte aligned; of FP8 then the fp32 scales
-  // of x and of the weight, one or as many as rows each. The weight and its scales are read before the grids ahead in the stream have
-  // ended: what writes them must have ended before the call. Throws std::invalid_argument for what the layer or the device does not take.
+  // many rows where the epilogue is silu-and-mul, and out [tokens, outputs], contiguous and 16-byte aligned; then the
+  // bias, an element of the type of out for each row of the weight, or 0; of FP8 then the fp32 scales of x and of the
+  // weight, one or as many as rows each. The weight, its scales and the bias are read before the grids ahead in the
+  // stream have ended: what writes them must have ended before the call. Throws std::invalid_argument for what the layer
+  // or the device does not take.
   virtual std::unique_ptr<PreparedCall> prepare_linear(const LinearProblem& problem, const LinearChoice& choice) = 0;
 
   // A kernel of llm_comm.dsl, by which `prepare_program()` names it. `image`: a cubin; for an emulated GPU the path of a shared

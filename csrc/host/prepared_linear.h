@@ -38,11 +38,14 @@ class PreparedLinear final : public PreparedCall {
   }
 
   Outcome run(const uint64_t* buffers, uint64_t stream) override {
-    const uint64_t x = buffers[0], weight = buffers[1], out = buffers[2];
+    const uint64_t x = buffers[0], weight = buffers[1], out = buffers[2], bias = buffers[3];
     if ((x | weight | out) % sizeof(Line) != 0) {
       throw std::invalid_argument("linear layer: a tensor does not begin at a multiple of 16 bytes");
     }
-    if (is_scaled() && (buffers[3] | buffers[4]) % sizeof(float) != 0) {
+    if (bias % element_bytes(problem_.type) != 0) {
+      throw std::invalid_argument("linear layer: the bias does not begin at a multiple of its elements' size");
+    }
+    if (is_scaled() && (buffers[4] | buffers[5]) % sizeof(float) != 0) {
       throw std::invalid_argument("linear layer: a scale does not begin at a multiple of 4 bytes");
     }
     const std::lock_guard<std::mutex> turn(turn_);
@@ -51,9 +54,10 @@ class PreparedLinear final : public PreparedCall {
     args_.weight = view(weight, problem_.outputs, choice_.block_outputs, weight_parts(problem_.epilogue),
                         linear::use_of_weight(problem_.tokens));
     args_.out = reinterpret_cast<void*>(out);
+    args_.bias = reinterpret_cast<const void*>(bias);
     if (is_scaled()) {
-      args_.x_scale = reinterpret_cast<const float*>(buffers[3]);
-      args_.weight_scale = reinterpret_cast<const float*>(buffers[4]);
+      args_.x_scale = reinterpret_cast<const float*>(buffers[4]);
+      args_.weight_scale = reinterpret_cast<const float*>(buffers[5]);
     }
     const bool is_captured = launcher_.launch(function_, args_, grid_, stream);
     return is_captured ? Outcome::kCaptured : Outcome::kEnqueued;

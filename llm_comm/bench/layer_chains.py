@@ -129,7 +129,7 @@ def call_of_choice(
     def call(weight: torch.Tensor) -> tuple[torch.Tensor, ...]:
         stream = 0 if comm.is_emulated else torch.cuda.current_stream(comm.device).cuda_stream
         of_scales = (scale.data_ptr() for scale in scales)
-        if not run(x.data_ptr(), weight.data_ptr(), out.data_ptr(), *of_scales, stream):
+        if not run(x.data_ptr(), weight.data_ptr(), out.data_ptr(), 0, *of_scales, stream):  # 0: no bias
             comm.check()
             raise LlmCommError("the communicator has failed")
         return (out,)

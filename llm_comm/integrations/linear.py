@@ -110,9 +110,12 @@ def linear_of_any_batch(communicator: Communicator, x: torch.Tensor, weight: tor
     return communicator.linear_of_any_batch(x.contiguous(), weight)
 
 
-def scaling(scales: Scales | None) -> dict[str, Any]:
-    """As the communicator's methods take it: scales of x and of the weight are a parameter's, in classes of engines."""
-    return {} if scales is None else {"x_scale": scales[0].detach(), "weight_scale": scales[1].detach()}
+def optional_operands(bias: torch.Tensor | None, scales: Scales | None) -> dict[str, Any]:
+    """Return bias and scales as the communicator's methods take them. Scales may be of classes of engines."""
+    operands = {"bias": bias}
+    if scales is not None:
+        operands |= {"x_scale": scales[0].detach(), "weight_scale": scales[1].detach()}
+    return operands
 
 
 def is_aligned(weight: torch.Tensor) -> bool:

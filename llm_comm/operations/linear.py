@@ -43,8 +43,8 @@ _WEIGHTS = {LINEAR: "weight", "linear_of_any_batch": "weight", LINEAR_SILU_AND_M
 class PreparedLinear(NamedTuple):
     """A layer that is ready to be launched."""
 
-    #: What ``prepare_linear`` of the core returned: it takes the addresses of x, weight and out, of FP8 those of the
-    #: scales, and a stream.
+    #: What ``prepare_linear`` of the core returned: it takes the addresses of x, weight, out and bias (0: none), of FP8
+    #: those of the scales, and a stream.
     run: Callable[..., bool]
     #: Of the result, and its elements.
     shape: tuple[int, ...]
@@ -93,6 +93,7 @@ class Linear:
         x: _Tensor,
         weight: _Tensor,
         out: Any = None,
+        bias: _Tensor | None = None,
         x_scale: _Tensor | None = None,
         weight_scale: _Tensor | None = None,
         out_dtype: torch.dtype | None = None,
@@ -106,15 +107,15 @@ class Linear:
         """
         scaling = Scaling.of(x_scale, weight_scale, out_dtype, out)
         try:
-            prepared = self.find(self._name, x, weight, scaling)
+            prepared = self.find(self._name, x, weight, scaling, bias)
             if out is None:
                 y = out = x.new_empty(prepared.shape, dtype=prepared.dtype)
-                is_enqueued = self.enqueue(prepared, x, weight, y, scaling)
+                is_enqueued = self.enqueue(prepared, x, weight, y, scaling, bias)
             else:
-                self.check_out(self._name, prepared, x, weight, out, scaling)
+                self.check_out(self._name, prepared, x, weight, out, scaling, bias)
                 is_aligned = out.data_ptr() % ALIGNMENT == 0
                 y = out if is_aligned else x.new_empty(prepared.shape, dtype=prepared.dtype)
-                is_enqueued = self.enqueue(prepared, x, weight, y, scaling)
+                is_enqueued = self.enqueue(prepared, x, weight, y, scaling, bias)
                 if is_aligned:
                     count_write((out,))
                 else:
@@ -122,20 +123,28 @@ class Linear:
         except LlmCommError:
             raise
         except (RuntimeError, ValueError):
-            given = {"x": x, weight_of(self._name): weight, "out": out}
+            given = {"x": x, weight_of(self._name): weight, "out": out, "bias": bias}
             check_memory(self._name, **given, x_scale=x_scale, weight_scale=weight_scale)
             raise
         if not is_enqueued:
             self._handle.check()
         return out
 
-    def find(self, operation: str, x: _Tensor, weight: _Tensor, scaling: Scaling | None = None) -> PreparedLinear:
+    def find(
+        self,
+        operation: str,
+        x: _Tensor,
+        weight: _Tensor,
+        scaling: Scaling | None = None,
+        bias: _Tensor | None = None,
+    ) -> PreparedLinear:
         """What ``enqueue`` takes for these operands.
 
         Args:
             operation: That has the layer, as errors name it.
             x, weight: Operands of the layer.
             scaling: Where they are FP8.
+            bias: Added to the sums; None: nothing is.
 
         Raises:
             UnsupportedInputError: They are declined.
@@ -159,8 +168,9 @@ class Linear:
             or x.is_neg()
             or weight.is_neg()
             or (scaling is not None and (dtype is not FP8 or not scaling.is_dense_on(device)))
+            or (bias is not None and self._why_not_bias(bias, weight, prepared.dtype))
         ):
-            why = self._why_not(x, weight, scaling, weight_of(operation))
+            why = self._why_not(x, weight, scaling, bias, weight_of(operation))
             if why:
                 self._handle.tallies.decline(self._name, why)
                 raise UnsupportedInputError(f"{operation}: {why}")
@@ -170,16 +180,28 @@ class Linear:
                 f"{operation}: {weight_of(operation)} begins at {weight.data_ptr():#x}, which is no multiple of "
                 f"{ALIGNMENT} bytes: pass a copy, made once"
             )
+        # A tensor without memory is an error here, before anything is enqueued.
+        if bias is not None:
+            bias.data_ptr()
+        if scaling is not None:
+            scaling.x.data_ptr()
+            scaling.weight.data_ptr()
         return prepared
 
     def enqueue(
-        self, prepared: PreparedLinear, x: _Tensor, weight: _Tensor, out: _Tensor, scaling: Scaling | None = None
+        self,
+        prepared: PreparedLinear,
+        x: _Tensor,
+        weight: _Tensor,
+        out: _Tensor,
+        scaling: Scaling | None = None,
+        bias: _Tensor | None = None,
     ) -> bool:
         """Puts a layer on the current stream; False where the communicator has failed.
 
         Args:
             prepared: What ``find`` returned for the operands.
-            x, weight, scaling: Operands of the layer.
+            x, weight, scaling, bias: Operands of the layer.
             out: For the result: contiguous, and aligned as new tensors are.
         """
         address = x.data_ptr()
@@ -188,10 +210,11 @@ class Linear:
             x = x.clone()
             address = x.data_ptr()
         stream = self._current_stream()
+        of_bias = 0 if bias is None else bias.data_ptr()
         if scaling is None:
-            return prepared.run(address, weight.data_ptr(), out.data_ptr(), stream)
+            return prepared.run(address, weight.data_ptr(), out.data_ptr(), of_bias, stream)
         scales = scaling.x.data_ptr(), scaling.weight.data_ptr()
-        return prepared.run(address, weight.data_ptr(), out.data_ptr(), *scales, stream)
+        return prepared.run(address, weight.data_ptr(), out.data_ptr(), of_bias, *scales, stream)
 
     def check_out(
         self,
@@ -201,27 +224,30 @@ class Linear:
         weight: _Tensor,
         out: Any,
         scaling: Scaling | None = None,
+        bias: _Tensor | None = None,
     ) -> None:
         """Raise UnsupportedInputError unless the result can go to ``out``."""
         why = why_not_out(out, prepared.shape, prepared.dtype, self._device)
         if why:
             raise UnsupportedInputError(f"{operation}: {why}")
         scales = (None, None) if scaling is None else (scaling.x, scaling.weight)
-        operands_of(operation, ("out",)).check_written(x, weight, *scales, out)
+        operands_of(operation, ("out",)).check_written(x, weight, bias, *scales, out)
 
     # ---- What would be served -----------------------------------------------------------------------------------
 
-    def accepts(self, x: _Tensor, weight: _Tensor, scaling: Scaling | None = None) -> bool:
+    def accepts(self, x: _Tensor, weight: _Tensor, scaling: Scaling | None = None, bias: _Tensor | None = None) -> bool:
         """Whether ``find`` finds something. The addresses of tensors do not matter, which ranks may have others of."""
         self._handle.check_open()
         if is_traced(x):
-            return self._accepts_traced(x, weight, scaling)
-        why = self._why_not(x, weight, scaling)
+            return self._accepts_traced(x, weight, scaling, bias)
+        why = self._why_not(x, weight, scaling, bias)
         if why:
             self._handle.tallies.decline(self._name, why)
         return not why
 
-    def _accepts_traced(self, x: _Tensor, weight: _Tensor, scaling: Scaling | None = None) -> bool:
+    def _accepts_traced(
+        self, x: _Tensor, weight: _Tensor, scaling: Scaling | None = None, bias: _Tensor | None = None
+    ) -> bool:
         """For torch.compile, which cannot trace texts with sizes."""
         is_fp8 = scaling is not None
         return (
@@ -238,6 +264,17 @@ class Linear:
             and takes_features(weight.shape[0] // self._parts)
             and 1 <= x.numel() // weight.shape[1] <= self._most_tokens
             and (scaling is None or scaling.accepts_traced(self._device, x.numel() // weight.shape[1], weight.shape[0]))
+            and (bias is None or self._accepts_traced_bias(bias, weight, result_type(x, scaling)))
+        )
+
+    def _accepts_traced_bias(self, bias: _Tensor, weight: _Tensor, dtype: torch.dtype) -> bool:
+        return (
+            isinstance(bias, torch.Tensor)
+            and arrays.is_dense_on(bias, self._device)
+            and not (torch.is_grad_enabled() and bias.requires_grad)
+            and bias.dtype == dtype
+            and bias.dim() == 1
+            and bias.shape[0] == weight.shape[0]
         )
 
     def _prepare(self, x: _Tensor, weight: _Tensor, scaling: Scaling | None) -> PreparedLinear:
@@ -247,7 +284,7 @@ class Linear:
             rows, inputs = weight.shape
             outputs = rows // self._parts
             tokens = x.numel() // inputs
-            dtype = x.dtype if scaling is None else scaling.out_dtype
+            dtype = result_type(x, scaling)
             shape = (*x.shape[:-1], outputs)
             elements = math.prod(shape)
             kind = self._name, elements * dtype.itemsize, _ALGORITHM, NONE
@@ -292,7 +329,14 @@ class Linear:
 
     # ---- What does not fit --------------------------------------------------------------------------------------
 
-    def _why_not(self, x: _Tensor, weight: _Tensor, scaling: Scaling | None, weight_name: str = "weight") -> str:
+    def _why_not(
+        self,
+        x: _Tensor,
+        weight: _Tensor,
+        scaling: Scaling | None,
+        bias: _Tensor | None,
+        weight_name: str = "weight",
+    ) -> str:
         """Why there is no such layer, or ""."""
         for name, tensor in (("x", x), (weight_name, weight)):
             why = why_not_operand(tensor, self._device)
@@ -319,7 +363,18 @@ class Linear:
         tokens = x.numel() // inputs
         if not 1 <= tokens <= self._most_tokens:
             return f"{tokens} tokens: it takes 1 to {self._most_tokens}"
-        return "" if scaling is None else scaling.why_not(self._device, tokens, rows)
+        why = "" if scaling is None else scaling.why_not(self._device, tokens, rows)
+        return why or ("" if bias is None else self._why_not_bias(bias, weight, result_type(x, scaling)))
+
+    def _why_not_bias(self, bias: _Tensor, weight: _Tensor, dtype: torch.dtype) -> str:
+        why = why_not_operand(bias, self._device)
+        if why:
+            return f"bias: {why}"
+        if bias.dtype is not dtype:
+            return f"bias is {bias.dtype}, the result {dtype}"
+        if bias.dim() != 1 or bias.shape[0] != weight.shape[0]:
+            return f"bias has shape {tuple(bias.shape)}: it must be [{weight.shape[0]}], one for each row of the weight"
+        return ""
 
     def _why_not_type(self, dtype: torch.dtype, scaling: Scaling | None) -> str:
         if dtype is not FP8:
@@ -338,4 +393,10 @@ def weight_of(operation: str) -> str:
 
 def operands_of(operation: str, writes: tuple[str, ...]) -> Operands:
     """The tensors of an operation that has a layer."""
-    return Operands(operation, ("x", weight_of(operation), "x_scale", "weight_scale"), writes)
+    return Operands(operation, ("x", weight_of(operation), "bias", "x_scale", "weight_scale"), writes)
+
+
+def result_type(x: _Tensor, scaling: Scaling | None) -> torch.dtype:
+    """Return the dtype of a layer's result."""
+    dtype: torch.dtype = x.dtype if scaling is None else scaling.out_dtype
+    return dtype

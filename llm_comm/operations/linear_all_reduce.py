@@ -17,7 +17,7 @@ from llm_comm.errors import LlmCommError, UnsupportedInputError
 from llm_comm.operations.all_reduce import AllReduce
 from llm_comm.operations.all_reduce_add_rms_norm import AllReduceAddRmsNorm
 from llm_comm.operations.fp8 import Scaling, makes_scales
-from llm_comm.operations.linear import Linear, operands_of
+from llm_comm.operations.linear import Linear, operands_of, result_type
 from llm_comm.operations.operands import check_memory, is_traced, why_not_operand
 from llm_comm.runtime.core_handle import CoreHandle
 
@@ -47,6 +47,7 @@ class LinearAllReduce:
         x: _Tensor,
         weight: _Tensor,
         out: Any = None,
+        bias: _Tensor | None = None,
         x_scale: _Tensor | None = None,
         weight_scale: _Tensor | None = None,
         out_dtype: torch.dtype | None = None,
@@ -59,27 +60,28 @@ class LinearAllReduce:
         """
         scaling = Scaling.of(x_scale, weight_scale, out_dtype, out)
         try:
-            prepared = self._layers.find(PLAIN, x, weight, scaling)
+            prepared = self._layers.find(PLAIN, x, weight, scaling, bias)
             if out is not None:
-                self._layers.check_out(PLAIN, prepared, x, weight, out, scaling)
+                self._layers.check_out(PLAIN, prepared, x, weight, out, scaling, bias)
             y = x.new_empty(prepared.shape, dtype=prepared.dtype)
-            layer = partial(self._layers.enqueue, prepared, x, weight, y, scaling)
+            layer = partial(self._layers.enqueue, prepared, x, weight, y, scaling, bias)
             total = self._sums.run(y, y if out is None else out, True, layer)
             if total is None:
                 raise UnsupportedInputError(f"{PLAIN}: {self._sums.plan(y).reason}")
         except LlmCommError:
             raise
         except (RuntimeError, ValueError) as error:
-            check_memory(PLAIN, x=x, weight=weight, out=out, x_scale=x_scale, weight_scale=weight_scale)
+            given = {"x": x, "weight": weight, "out": out, "bias": bias}
+            check_memory(PLAIN, **given, x_scale=x_scale, weight_scale=weight_scale)
             self._handle.end_for(error)
             raise
         return total
 
-    def accepts(self, x: _Tensor, weight: _Tensor, scaling: Scaling | None = None) -> bool:
+    def accepts(self, x: _Tensor, weight: _Tensor, scaling: Scaling | None = None, bias: _Tensor | None = None) -> bool:
         """Whether ``run`` serves such operands."""
-        if not self._layers.accepts(x, weight, scaling):
+        if not self._layers.accepts(x, weight, scaling, bias):
             return False
-        elements, dtype = _elements(x, weight), _result_type(x, scaling)
+        elements, dtype = _elements(x, weight), result_type(x, scaling)
         if self._sums.takes(elements, dtype.itemsize):
             return True
         if not is_traced(x):
@@ -112,6 +114,7 @@ class LinearAllReduceAddRmsNorm:
         residual_out: _Tensor | None = None,
         quantize: str | None = None,
         scale: _Tensor | None = None,
+        bias: _Tensor | None = None,
         x_scale: _Tensor | None = None,
         weight_scale: _Tensor | None = None,
     ) -> tuple[_Tensor, ...]:
@@ -123,12 +126,12 @@ class LinearAllReduceAddRmsNorm:
         """
         scaling = scaling_before_norm(x_scale, weight_scale, norm_weight)
         try:
-            prepared = self._layers.find(WITH_NORM, x, linear_weight, scaling)
+            prepared = self._layers.find(WITH_NORM, x, linear_weight, scaling, bias)
             written = out, residual_out, scale if makes_scales(quantize) else None
             if any(tensor is not None for tensor in written):
-                _OPERANDS.check_written(x, linear_weight, x_scale, weight_scale, *written)
+                _OPERANDS.check_written(x, linear_weight, bias, x_scale, weight_scale, *written)
             y = x.new_empty(prepared.shape, dtype=prepared.dtype)
-            layer = partial(self._layers.enqueue, prepared, x, linear_weight, y, scaling)
+            layer = partial(self._layers.enqueue, prepared, x, linear_weight, y, scaling, bias)
             if out is None and quantize is None:
                 out = y
             try:
@@ -141,7 +144,7 @@ class LinearAllReduceAddRmsNorm:
             raise
         except (RuntimeError, ValueError) as error:
             given = {"x": x, "linear_weight": linear_weight, "residual": residual, "norm_weight": norm_weight}
-            given |= {"x_scale": x_scale, "weight_scale": weight_scale}
+            given |= {"bias": bias, "x_scale": x_scale, "weight_scale": weight_scale}
             check_memory(WITH_NORM, **given, out=out, residual_out=residual_out, scale=scale)
             self._handle.end_for(error)
             raise
@@ -152,15 +155,16 @@ class LinearAllReduceAddRmsNorm:
         weight: _Tensor,
         norm_weight: _Tensor,
         quantize: str | None,
+        bias: _Tensor | None = None,
         x_scale: _Tensor | None = None,
         weight_scale: _Tensor | None = None,
     ) -> bool:
         """Whether ``run`` serves such operands."""
         scaling = scaling_before_norm(x_scale, weight_scale, norm_weight)
-        dtype = _result_type(x, scaling)
+        dtype = result_type(x, scaling)
         outputs = weight.shape[0] if weight.dim() > 0 else 0
         if not (
-            self._layers.accepts(x, weight, scaling)
+            self._layers.accepts(x, weight, scaling, bias)
             and norm_weight.dtype == dtype
             and norm_weight.dim() == 1
             and norm_weight.numel() == outputs
@@ -186,10 +190,6 @@ def scaling_before_norm(x_scale: Any, weight_scale: Any, norm_weight: Any) -> Sc
     if x_scale is None and weight_scale is None:
         return None
     return Scaling.of(x_scale, weight_scale, None, norm_weight)
-
-
-def _result_type(x: _Tensor, scaling: Scaling | None) -> torch.dtype:
-    return x.dtype if scaling is None else scaling.out_dtype
 
 
 def _elements(x: _Tensor, weight: _Tensor) -> int:

@@ -43,21 +43,24 @@ class LinearLayers:
         weight: torch.Tensor,
         out: torch.Tensor | None = None,
         *,
+        bias: torch.Tensor | None = None,
         x_scale: torch.Tensor | None = None,
         weight_scale: torch.Tensor | None = None,
         out_dtype: torch.dtype | None = None,
     ) -> torch.Tensor:
-        """``x @ weight.T`` for a few tokens, on this rank alone: a stream of the weight that begins early.
+        """``x @ weight.T + bias`` for a few tokens, on this rank alone: a stream of the weight that begins early.
 
-        Partial sums are made in fp32, in an order that the number of inputs alone decides, and rounded once: a row's
-        bits do not depend on the rows beside it, nor on how many there are.
+        Partial sums are made in fp32, in an order that the number of inputs alone decides. The bias is added in fp32
+        too, and the result is rounded once. So a row's bits do not depend on the rows beside it, nor on how many there
+        are.
 
         **The weight is read before what is ahead in the stream has ended** (programmatic dependent launch). What writes
         it must have ended before the call: after loading or updating weights synchronize the device. ``x`` needs no
         care.
 
-        FP8 (float8_e4m3fn) goes with scales: ``x_scale * (weight_scale * sum)`` in fp32 is rounded to ``out_dtype``. On
-        GPUs the sum has fewer bits than fp32 then (docs/linear.md). ``weight_scale`` is read as early as the weight.
+        FP8 (float8_e4m3fn) goes with scales: ``x_scale * (weight_scale * sum) + bias`` in fp32 is rounded to
+        ``out_dtype``. On GPUs the sum has fewer bits than fp32 then (docs/linear.md). ``weight_scale`` and ``bias`` are
+        read as early as the weight.
 
         Args:
             x: [..., inputs], contiguous, bfloat16, float16 or float8_e4m3fn, 1 to 64 rows, on this communicator's
@@ -65,7 +68,8 @@ class LinearLayers:
             weight: [outputs, inputs], contiguous, of the dtype of ``x``; it begins at a multiple of 16 bytes, as new
                 tensors do. Inputs and outputs are multiples of 64 up to 2**24, inputs of float8_e4m3fn of 128.
             out: Where the result goes: contiguous, of as many elements as that, and its dtype. It must share no memory
-                with ``x``, ``weight`` or their scales. None: a new tensor.
+                with ``x``, ``weight``, their scales or ``bias``. None: a new tensor.
+            bias: [outputs], contiguous, of the dtype of the result. None: nothing is added.
             x_scale: float32, of float8_e4m3fn alone: one scale, or one for each row of ``x``; contiguous.
             weight_scale: The same of ``weight``: one scale, or one for each output.
             out_dtype: Of the result of float8_e4m3fn: bfloat16 or float16. None: that of ``out``, else bfloat16.
@@ -84,18 +88,24 @@ class LinearLayers:
             _is_compiling()
             or type(x) is not _Tensor
             or type(weight) not in _WEIGHTS
+            or type(bias) not in _PLAIN
             or type(x_scale) not in _PLAIN
             or type(weight_scale) not in _PLAIN
             or _is_watched()
         ):
             scaling = Scaling.of(x_scale, weight_scale, out_dtype, out)
-            result: torch.Tensor = linear_operators.linear("linear", x, weight, out, scaling, self.name)
+            result: torch.Tensor = linear_operators.linear("linear", x, weight, out, bias, scaling, self.name)
         else:
-            result = self._linear(x, weight, out, x_scale, weight_scale, out_dtype)
+            result = self._linear(x, weight, out, bias, x_scale, weight_scale, out_dtype)
         return result
 
     def linear_of_any_batch(
-        self, x: torch.Tensor, weight: torch.Tensor, out: torch.Tensor | None = None
+        self,
+        x: torch.Tensor,
+        weight: torch.Tensor,
+        out: torch.Tensor | None = None,
+        *,
+        bias: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """``linear`` of any number of tokens, a few or a whole prefill, bitwise the same.
 
@@ -105,7 +115,7 @@ class LinearLayers:
 
         Args:
             x: [..., inputs], contiguous, bfloat16 or float16, 1 to 2**20 rows; else as of ``linear``.
-            weight, out: As of ``linear``, and so is its caveat about the weight.
+            weight, out, bias: As of ``linear``, and so is its caveat about the weight.
 
         Returns:
             ``out``, or a new tensor [..., outputs].
@@ -113,10 +123,16 @@ class LinearLayers:
         Raises:
             UnsupportedInputError, CommunicatorError, RuntimeError: As of ``linear``.
         """
-        if _is_compiling() or type(x) is not _Tensor or type(weight) not in _WEIGHTS or _is_watched():
-            result: torch.Tensor = linear_operators.linear("linear_of_any_batch", x, weight, out, None, self.name)
+        if (
+            _is_compiling()
+            or type(x) is not _Tensor
+            or type(weight) not in _WEIGHTS
+            or type(bias) not in _PLAIN
+            or _is_watched()
+        ):
+            result: torch.Tensor = linear_operators.linear("linear_of_any_batch", x, weight, out, bias, None, self.name)
         else:
-            result = self._linear_of_any_batch(x, weight, out)
+            result = self._linear_of_any_batch(x, weight, out, bias)
         return result
 
     def linear_silu_and_mul(
@@ -125,15 +141,16 @@ class LinearLayers:
         gate_up_weight: torch.Tensor,
         out: torch.Tensor | None = None,
         *,
+        bias: torch.Tensor | None = None,
         x_scale: torch.Tensor | None = None,
         weight_scale: torch.Tensor | None = None,
         out_dtype: torch.dtype | None = None,
     ) -> torch.Tensor:
         """``silu(x @ gate.T) * (x @ up.T)`` for a few tokens, on this rank alone: the projection of a gated MLP.
 
-        One layer and no tensor between: bitwise silu-and-mul of the two halves of ``linear(x, gate_up_weight)``, which
-        are those of the dtype, with silu(g) = g / (1 + exp(-g)) and the product in fp32, rounded once. What ``linear``
-        promises of its bits, and its caveat about the weight, hold.
+        One layer and no tensor between: bitwise silu-and-mul of the two halves of ``linear(x, gate_up_weight, bias)``,
+        which are those of the dtype, with silu(g) = g / (1 + exp(-g)) and the product in fp32, rounded once. What
+        ``linear`` promises of its bits, and its caveat about the weight, hold.
 
         Args:
             x: As of ``linear``.
@@ -141,6 +158,7 @@ class LinearLayers:
                 contiguous, of the dtype of ``x``, at a multiple of 16 bytes. Inputs and outputs are multiples as of
                 ``linear``.
             out, x_scale, out_dtype: As of ``linear``.
+            bias: [2 * outputs], for gate and then for up.
             weight_scale: One scale, or one for each of the 2 * outputs rows.
 
         Returns:
@@ -155,16 +173,17 @@ class LinearLayers:
             _is_compiling()
             or type(x) is not _Tensor
             or type(gate_up_weight) not in _WEIGHTS
+            or type(bias) not in _PLAIN
             or type(x_scale) not in _PLAIN
             or type(weight_scale) not in _PLAIN
             or _is_watched()
         ):
             scaling = Scaling.of(x_scale, weight_scale, out_dtype, out)
             result: torch.Tensor = linear_operators.linear(
-                "linear_silu_and_mul", x, gate_up_weight, out, scaling, self.name
+                "linear_silu_and_mul", x, gate_up_weight, out, bias, scaling, self.name
             )
         else:
-            result = self._linear_silu_and_mul(x, gate_up_weight, out, x_scale, weight_scale, out_dtype)
+            result = self._linear_silu_and_mul(x, gate_up_weight, out, bias, x_scale, weight_scale, out_dtype)
         return result
 
     def linear_all_reduce(
@@ -173,11 +192,12 @@ class LinearLayers:
         linear_weight: torch.Tensor,
         out: torch.Tensor | None = None,
         *,
+        bias: torch.Tensor | None = None,
         x_scale: torch.Tensor | None = None,
         weight_scale: torch.Tensor | None = None,
         out_dtype: torch.dtype | None = None,
     ) -> torch.Tensor:
-        """Sums ``x @ linear_weight.T`` over all ranks: bitwise ``all_reduce(linear(x, linear_weight))``.
+        """Sums ``x @ linear_weight.T + bias`` over all ranks: bitwise ``all_reduce(linear(x, linear_weight))``.
 
         With one rank it is ``linear``. The caveat of ``linear`` about the weight holds. What does not fit is an error
         before anything is enqueued.
@@ -185,6 +205,8 @@ class LinearLayers:
         Args:
             x, linear_weight, x_scale, weight_scale, out_dtype: As of ``linear``; of the same shapes and dtypes on all
                 ranks.
+            bias: As of ``linear``; this rank's addend. A bias of the whole sum goes to one rank, and the others give
+                None.
             out: As of ``linear``, wherever it begins.
 
         Returns:
@@ -199,16 +221,17 @@ class LinearLayers:
             _is_compiling()
             or type(x) is not _Tensor
             or type(linear_weight) not in _WEIGHTS
+            or type(bias) not in _PLAIN
             or type(x_scale) not in _PLAIN
             or type(weight_scale) not in _PLAIN
             or _is_watched()
         ):
             scaling = Scaling.of(x_scale, weight_scale, out_dtype, out)
             result: torch.Tensor = linear_operators.linear(
-                "linear_all_reduce", x, linear_weight, out, scaling, self.name
+                "linear_all_reduce", x, linear_weight, out, bias, scaling, self.name
             )
         else:
-            result = self._linear_all_reduce(x, linear_weight, out, x_scale, weight_scale, out_dtype)
+            result = self._linear_all_reduce(x, linear_weight, out, bias, x_scale, weight_scale, out_dtype)
         return result
 
     def linear_all_reduce_add_rms_norm(
@@ -224,6 +247,7 @@ class LinearLayers:
         residual_out: torch.Tensor | None = None,
         quantize: str | None = None,
         scale: torch.Tensor | None = None,
+        bias: torch.Tensor | None = None,
         x_scale: torch.Tensor | None = None,
         weight_scale: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, ...]:
@@ -238,11 +262,11 @@ class LinearLayers:
             residual: [..., outputs], of the dtype of the layer's result, the same on all ranks; None adds nothing.
             norm_weight: [outputs], of the dtype of the layer's result: where ``x`` is float8_e4m3fn, it says which.
             eps, weight_bias, quantize, scale: As of ``all_reduce_add_rms_norm``.
-            x_scale, weight_scale: Of ``x`` and ``linear_weight``, as of ``linear``.
+            bias, x_scale, weight_scale: Of the layer, as of ``linear_all_reduce``.
             out: [..., outputs], of the dtype of ``norm_weight`` or float8_e4m3fn: where the normed rows go.
             residual_out: [..., outputs], of the dtype of ``norm_weight``: where the new residual goes; it may be
                 ``residual``.
-                What is written shares no memory with ``x``, ``linear_weight`` or their scales, otherwise as
+                What is written shares no memory with ``x``, ``linear_weight``, their scales or ``bias``, otherwise as
                 of ``all_reduce_add_rms_norm``.
 
         Returns:
@@ -260,19 +284,20 @@ class LinearLayers:
             or type(residual) not in _PLAIN
             or type(norm_weight) not in _WEIGHTS
             or type(scale) not in _PLAIN
+            or type(bias) not in _PLAIN
             or type(x_scale) not in _PLAIN
             or type(weight_scale) not in _PLAIN
             or _is_watched()
         ):
             operands = {"x": x, "linear_weight": linear_weight, "residual": residual, "norm_weight": norm_weight}
-            operands |= {"x_scale": x_scale, "weight_scale": weight_scale}
+            operands |= {"bias": bias, "x_scale": x_scale, "weight_scale": weight_scale}
             name = "linear_all_reduce_add_rms_norm"
             return torch_operators.add_rms_norm(
                 name, operands, eps, weight_bias, out, residual_out, quantize, scale, self.name
             )
         results: tuple[torch.Tensor, ...] = self._linear_all_reduce_add_rms_norm(
             *(x, linear_weight, residual, norm_weight, eps, weight_bias),
-            *(out, residual_out, quantize, scale, x_scale, weight_scale),
+            *(out, residual_out, quantize, scale, bias, x_scale, weight_scale),
         )
         return results
 
@@ -283,6 +308,7 @@ class LinearLayers:
         x: torch.Tensor,
         weight: torch.Tensor,
         *,
+        bias: torch.Tensor | None = None,
         x_scale: torch.Tensor | None = None,
         weight_scale: torch.Tensor | None = None,
         out_dtype: torch.dtype | None = None,
@@ -290,7 +316,7 @@ class LinearLayers:
         """``linear`` where ``prefers_linear`` and where it serves all of these, else None: in one look at them.
 
         Args:
-            x, weight, x_scale, weight_scale, out_dtype: As of ``linear``.
+            x, weight, bias, x_scale, weight_scale, out_dtype: As of ``linear``.
 
         Returns:
             A new tensor, or None.
@@ -300,14 +326,16 @@ class LinearLayers:
         """
         if not self._prefers_operands(LINEAR, x, weight, x_scale is not None):
             return None
-        scales: dict[str, Any] = {"x_scale": x_scale, "weight_scale": weight_scale, "out_dtype": out_dtype}
-        return attempt(partial(self.accepts_linear, x, weight, **scales), partial(self.linear, x, weight, **scales))
+        options: dict[str, Any] = {"bias": bias, "x_scale": x_scale, "weight_scale": weight_scale}
+        options["out_dtype"] = out_dtype
+        return attempt(partial(self.accepts_linear, x, weight, **options), partial(self.linear, x, weight, **options))
 
     def try_linear_silu_and_mul(
         self,
         x: torch.Tensor,
         gate_up_weight: torch.Tensor,
         *,
+        bias: torch.Tensor | None = None,
         x_scale: torch.Tensor | None = None,
         weight_scale: torch.Tensor | None = None,
         out_dtype: torch.dtype | None = None,
@@ -315,10 +343,11 @@ class LinearLayers:
         """The same of ``linear_silu_and_mul``."""
         if not self._prefers_operands(LINEAR_SILU_AND_MUL, x, gate_up_weight, x_scale is not None):
             return None
-        scales: dict[str, Any] = {"x_scale": x_scale, "weight_scale": weight_scale, "out_dtype": out_dtype}
+        options: dict[str, Any] = {"bias": bias, "x_scale": x_scale, "weight_scale": weight_scale}
+        options["out_dtype"] = out_dtype
         return attempt(
-            partial(self.accepts_linear_silu_and_mul, x, gate_up_weight, **scales),
-            partial(self.linear_silu_and_mul, x, gate_up_weight, **scales),
+            partial(self.accepts_linear_silu_and_mul, x, gate_up_weight, **options),
+            partial(self.linear_silu_and_mul, x, gate_up_weight, **options),
         )
 
     def try_linear_all_reduce_add_rms_norm(
@@ -332,6 +361,7 @@ class LinearLayers:
         weight_bias: float = 0.0,
         quantize: str | None = None,
         scale: torch.Tensor | None = None,
+        bias: torch.Tensor | None = None,
         x_scale: torch.Tensor | None = None,
         weight_scale: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, ...] | None:
@@ -341,16 +371,16 @@ class LinearLayers:
         """
         if not self._prefers_operands(LINEAR, x, linear_weight, x_scale is not None):
             return None
-        scales: dict[str, Any] = {"x_scale": x_scale, "weight_scale": weight_scale}
+        options: dict[str, Any] = {"bias": bias, "x_scale": x_scale, "weight_scale": weight_scale}
         return attempt(
-            partial(self.accepts_linear_all_reduce_add_rms_norm, x, linear_weight, norm_weight, quantize, **scales),
+            partial(self.accepts_linear_all_reduce_add_rms_norm, x, linear_weight, norm_weight, quantize, **options),
             partial(
                 self.linear_all_reduce_add_rms_norm,
                 *(x, linear_weight, residual, norm_weight, eps),
                 weight_bias=weight_bias,
                 quantize=quantize,
                 scale=scale,
-                **scales,
+                **options,
             ),
         )
 
@@ -369,43 +399,49 @@ class LinearLayers:
         x: torch.Tensor,
         weight: torch.Tensor,
         *,
+        bias: torch.Tensor | None = None,
         x_scale: torch.Tensor | None = None,
         weight_scale: torch.Tensor | None = None,
         out_dtype: torch.dtype | None = None,
     ) -> bool:
         """Whether ``linear`` of these is served, wherever the tensors begin. Depends on the same as ``accepts``, of all
         of them, so all ranks that run the same program with the same kinds of tensors get the same answer."""
-        return self._operations.linear.accepts(x, weight, Scaling.of(x_scale, weight_scale, out_dtype))
+        return self._operations.linear.accepts(x, weight, Scaling.of(x_scale, weight_scale, out_dtype), bias)
 
-    def accepts_linear_of_any_batch(self, x: torch.Tensor, weight: torch.Tensor) -> bool:
+    def accepts_linear_of_any_batch(
+        self, x: torch.Tensor, weight: torch.Tensor, *, bias: torch.Tensor | None = None
+    ) -> bool:
         """The same for ``linear_of_any_batch``."""
-        return self._operations.linear_of_any_batch.accepts(x, weight)
+        return self._operations.linear_of_any_batch.accepts(x, weight, None, bias)
 
     def accepts_linear_silu_and_mul(
         self,
         x: torch.Tensor,
         gate_up_weight: torch.Tensor,
         *,
+        bias: torch.Tensor | None = None,
         x_scale: torch.Tensor | None = None,
         weight_scale: torch.Tensor | None = None,
         out_dtype: torch.dtype | None = None,
     ) -> bool:
         """The same for ``linear_silu_and_mul``."""
         scaling = Scaling.of(x_scale, weight_scale, out_dtype)
-        return self._operations.linear_silu_and_mul.accepts(x, gate_up_weight, scaling)
+        return self._operations.linear_silu_and_mul.accepts(x, gate_up_weight, scaling, bias)
 
     def accepts_linear_all_reduce(
         self,
         x: torch.Tensor,
         linear_weight: torch.Tensor,
         *,
+        bias: torch.Tensor | None = None,
         x_scale: torch.Tensor | None = None,
         weight_scale: torch.Tensor | None = None,
         out_dtype: torch.dtype | None = None,
     ) -> bool:
-        """The same for ``linear_all_reduce``."""
+        """The same for ``linear_all_reduce``. A bias that one rank alone has counts there alone: where it does not fit,
+        the answers differ."""
         scaling = Scaling.of(x_scale, weight_scale, out_dtype)
-        return self._operations.linear_all_reduce.accepts(x, linear_weight, scaling)
+        return self._operations.linear_all_reduce.accepts(x, linear_weight, scaling, bias)
 
     def accepts_linear_all_reduce_add_rms_norm(
         self,
@@ -414,13 +450,14 @@ class LinearLayers:
         norm_weight: torch.Tensor,
         quantize: str | None = None,
         *,
+        bias: torch.Tensor | None = None,
         x_scale: torch.Tensor | None = None,
         weight_scale: torch.Tensor | None = None,
     ) -> bool:
         """The same for ``linear_all_reduce_add_rms_norm``. False where there is one rank, as
         ``accepts_all_reduce_add_rms_norm`` is."""
         accepts = self._operations.linear_all_reduce_add_rms_norm.accepts
-        return accepts(x, linear_weight, norm_weight, quantize, x_scale, weight_scale)
+        return accepts(x, linear_weight, norm_weight, quantize, bias, x_scale, weight_scale)
 
     #: The name of before, for a release.
     accepts_fused_linear = accepts_linear_all_reduce_add_rms_norm

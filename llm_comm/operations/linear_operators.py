@@ -1,7 +1,8 @@
 """The operations with a linear layer as torch custom operators: see torch_operators.py.
 
-A layer alone is no call of other ranks, and keeps no place in a graph. Scales, and the dtype of the result, are None
-unless operands are FP8. They have no defaults: what comes behind them is found by its place (torch_operators.py).
+A layer alone is no call of other ranks, and keeps no place in a graph. The bias may be None. Scales, and the dtype of
+the result, are None unless operands are FP8. They have no defaults: what comes behind them is found by its place
+(torch_operators.py).
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ _Results = tuple[torch.Tensor, ...]
 # ---- Calls that go by the dispatcher --------------------------------------------------------------------------------
 
 
-def linear(operation: str, x: Any, weight: Any, out: Any, scaling: Scaling | None, communicator: str) -> Any:
+def linear(operation: str, x: Any, weight: Any, out: Any, bias: Any, scaling: Scaling | None, communicator: str) -> Any:
     """A method of ``Communicator`` whose only result is that of a layer, of tensors that are no ordinary ones, or not
     yet.
 
@@ -39,8 +40,8 @@ def linear(operation: str, x: Any, weight: Any, out: Any, scaling: Scaling | Non
         operation: Name of the method.
     """
     x_scale, weight_scale, out_dtype = scaling or (None, None, None)
-    operands = {"x": x, weight_of(operation): weight, "x_scale": x_scale, "weight_scale": weight_scale}
-    check_tensors(operation, operands, optional=("x_scale", "weight_scale"))
+    operands = {"x": x, weight_of(operation): weight, "bias": bias, "x_scale": x_scale, "weight_scale": weight_scale}
+    check_tensors(operation, operands, optional=("bias", "x_scale", "weight_scale"))
     check_outputs(operation, out=out)
     result = getattr(torch.ops.llm_comm, operation)(*operands.values(), out_dtype, communicator)
     return result if out is None else put(result, f"{operation}: out", out)
@@ -48,7 +49,7 @@ def linear(operation: str, x: Any, weight: Any, out: Any, scaling: Scaling | Non
 
 # ---- The operators --------------------------------------------------------------------------------------------------
 
-_SCALING = "Tensor? x_scale, Tensor? weight_scale, ScalarType? out_dtype"
+_OPTIONAL = "Tensor? bias, Tensor? x_scale, Tensor? weight_scale, ScalarType? out_dtype"
 
 
 def _define_layer(name: str, parts: int = 1, behind: str = "", in_order: bool = True) -> None:
@@ -60,15 +61,17 @@ def _define_layer(name: str, parts: int = 1, behind: str = "", in_order: bool = 
         behind: Of the schema, behind the communicator.
     """
 
-    def run(x: _Tensor, weight: _Tensor, x_scale: Any, weight_scale: Any, out_dtype: Any, *others: Any) -> _Tensor:
-        communicator = others[0]  # behind it, what the call comes after
-        result: _Tensor = getattr(find(communicator), name).run(x, weight, None, x_scale, weight_scale, out_dtype)
+    def run(x: _Tensor, weight: _Tensor, bias: Any, *others: Any) -> _Tensor:
+        *scaling, communicator = others[:4]  # behind it, what the call comes after
+        result: _Tensor = getattr(find(communicator), name).run(x, weight, None, bias, *scaling)
         return result
 
-    def fake(x: _Tensor, weight: _Tensor, x_scale: Any, weight_scale: Any, out_dtype: Any, *others: Any) -> _Tensor:
+    def fake(
+        x: _Tensor, weight: _Tensor, bias: Any, x_scale: Any, weight_scale: Any, out_dtype: Any, *_: Any
+    ) -> _Tensor:
         return _empty_result(x, weight.shape[0] // parts, Scaling.of(x_scale, weight_scale, out_dtype))
 
-    schema = f"Tensor x, Tensor {weight_of(name)}, {_SCALING}, str communicator{behind}"
+    schema = f"Tensor x, Tensor {weight_of(name)}, {_OPTIONAL}, str communicator{behind}"
     define(f"{name}({schema}) -> Tensor", run, fake, in_order=in_order)
 
 
@@ -88,6 +91,7 @@ _define_layer("linear_silu_and_mul", parts=2, in_order=False)
 _define_layer("linear_all_reduce", behind=f", {OPERAND}")
 define_norms(
     "linear_all_reduce_add_rms_norm",
-    "Tensor x, Tensor linear_weight, Tensor? residual, Tensor norm_weight, Tensor? x_scale, Tensor? weight_scale",
+    "Tensor x, Tensor linear_weight, Tensor? residual, Tensor norm_weight, Tensor? bias, Tensor? x_scale, "
+    "Tensor? weight_scale",
     _empty_sum,
 )

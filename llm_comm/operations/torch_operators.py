@@ -182,7 +182,9 @@ def add_rms_norm(
         operands: By name, in the order in which the operators take them. Only ``"residual"`` and scales of a layer may
             be None.
     """
-    check_tensors(operation, {**operands, "scale": scale}, optional=("residual", "scale", "x_scale", "weight_scale"))
+    check_tensors(
+        operation, {**operands, "scale": scale}, optional=("residual", "scale", "bias", "x_scale", "weight_scale")
+    )
     check_quantization(operation, quantize, scale)
     check_outputs(operation, out=out, residual_out=residual_out, scale=scale if makes_scales(quantize) else None)
     operator = getattr(torch.ops.llm_comm, operation + OF_QUANTIZATION[quantize])

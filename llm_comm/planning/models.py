@@ -13,8 +13,6 @@ from llm_comm.planning.layers import LINEAR, LINEAR_SILU_AND_MUL, inputs_multipl
 
 #: As kMaxHidden in csrc/algorithms/all_reduce_add_rms_norm/operation.cuh.
 _MOST_HIDDEN = 16384
-#: Of ``model_type``: bias in qkv that config.json does not speak of.
-_BIASED_QKV = ("qwen2", "qwen2_moe", "qwen2_vl", "qwen2_5_vl")
 _EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
 _GEMMA_3 = ("gemma3", "gemma3_text")
 #: Entries that their config.json leaves out where they are those of transformers' Gemma3TextConfig, as that of
@@ -40,9 +38,6 @@ class Model(NamedTuple):
     #: Of the MLP; 0 where there is none.
     inner: int
     layers: int
-    has_qkv_bias: bool
-    has_o_bias: bool
-    has_mlp_bias: bool
     is_gated: bool
     activation: str
     #: Why norms are not fused, or "".
@@ -117,7 +112,6 @@ def of_config(whole: Mapping[str, Any], name: str = "", quantization: str | None
 
     heads, hidden = number("num_attention_heads"), number("hidden_size")
     experts = next((number(entry) for entry in _EXPERTS if config.get(entry)), 0)
-    biased = bool(config.get("attention_bias"))
     activation = str(config.get("hidden_act") or config.get("hidden_activation") or "silu")
     of_checkpoint = config.get("quantization_config")
     of_engine = {} if quantization is None else {"quant_method": quantization}
@@ -131,9 +125,6 @@ def of_config(whole: Mapping[str, Any], name: str = "", quantization: str | None
         head_size=number("head_dim", max(1, hidden // heads)),
         inner=0 if experts else number("intermediate_size"),
         layers=number("num_hidden_layers"),
-        has_qkv_bias=biased or bool(config.get("qkv_bias")) or kind in _BIASED_QKV,
-        has_o_bias=biased and not kind.startswith("qwen"),
-        has_mlp_bias=bool(config.get("mlp_bias")),
         is_gated="rms_norm_eps" in config,
         activation=activation,
         why_not_norm=_why_not_norm(hidden, config),
@@ -195,22 +186,20 @@ def layers_of(model: Model, ranks: int, with_activation: bool = True) -> Iterato
     heads, kv_heads = model.heads // ranks, max(1, model.kv_heads // ranks)
     behind = "the norm behind its sum is not fused" if model.why_not_norm else ""
     if not model.has_latent_attention:
-        bias = "it has a bias"
         outputs = (heads + 2 * kv_heads) * model.head_size
-        yield _layer(model, "qkv_proj", LINEAR, outputs, model.hidden, bias if model.has_qkv_bias else "")
-        of_o = f"{bias}, which is rank 0's" if model.has_o_bias else ""
-        yield _layer(model, "o_proj", LINEAR, model.hidden, heads * model.head_size, of_o or behind)
+        yield _layer(model, "qkv_proj", LINEAR, outputs, model.hidden)
+        yield _layer(model, "o_proj", LINEAR, model.hidden, heads * model.head_size, behind)
     if model.inner:
-        inner, bias = model.inner // ranks, "it has a bias" if model.has_mlp_bias else ""
+        inner = model.inner // ranks
         if model.is_gated and model.activation == "silu" and with_activation:
-            yield _layer(model, "gate_up_proj", LINEAR_SILU_AND_MUL, inner, model.hidden, bias)
+            yield _layer(model, "gate_up_proj", LINEAR_SILU_AND_MUL, inner, model.hidden)
         else:
             outputs = 2 * inner if model.is_gated else inner
-            yield _layer(model, "gate_up_proj" if model.is_gated else "up_proj", LINEAR, outputs, model.hidden, bias)
-        yield _layer(model, "down_proj", LINEAR, model.hidden, inner, bias or behind)
+            yield _layer(model, "gate_up_proj" if model.is_gated else "up_proj", LINEAR, outputs, model.hidden)
+        yield _layer(model, "down_proj", LINEAR, model.hidden, inner, behind)
 
 
-def _layer(model: Model, name: str, operation: str, outputs: int, inputs: int, why_not: str) -> Layer:
+def _layer(model: Model, name: str, operation: str, outputs: int, inputs: int, why_not: str = "") -> Layer:
     multiple = inputs_multiple(model.is_fp8)
     why_not = why_not or model.why_not_layers
     if not why_not and not takes_features(outputs):

@@ -65,6 +65,10 @@ class LinearCall final : public Call {
       fill_scales(scale_source_, problem_.x_scale == ScaleOf::kRow ? problem_.tokens : 1, random);
       fill_scales(weight_scale_, problem_.weight_scale == ScaleOf::kRow ? rows : 1, random);
     }
+    if (random.chance(128)) {
+      bias_.resize(rows / kElements);
+      for (uint32_t row = 0; row < rows; ++row) put(bias_, row, static_cast<uint16_t>(draw_number(D, random)));
+    }
     const Line untouched = touchless();
     x_.resize(source_.size(), untouched);
     x_scale_.resize(scale_source_.size(), untouched);
@@ -79,8 +83,8 @@ class LinearCall final : public Call {
                          x_scale_.size(), out_.data(), before_.data(), out_.size()};
     world.launch(rank, {1, threads_, 0}, [=] { bring(args); });
     call_ = world.core(rank).prepare_linear(problem_, choice_);
-    const uint64_t buffers[kMaxBuffers] = {address(x_), address(weight_), address(out_), address(x_scale_),
-                                           address(weight_scale_)};
+    const uint64_t buffers[kMaxBuffers] = {address(x_),    address(weight_),  address(out_),
+                                           address(bias_), address(x_scale_), address(weight_scale_)};
     call_->run(buffers, 0);
   }
 
@@ -102,9 +106,9 @@ class LinearCall final : public Call {
     const bool is_plain = problem_.epilogue == LinearEpilogue::kNone;
     return "linear layer" + std::string(is_plain ? "" : " with silu-and-mul") + " of " +
            std::to_string(problem_.tokens) + " tokens, " + std::to_string(problem_.inputs) + " inputs, " +
-           std::to_string(problem_.outputs) + " outputs " + data_type_name(D) + about_scales() + " (block_outputs " +
-           std::to_string(choice_.block_outputs) + ", stages " + std::to_string(choice_.stages) + ", stage_boxes " +
-           std::to_string(choice_.stage_boxes) + ")";
+           std::to_string(problem_.outputs) + " outputs " + data_type_name(D) + about_scales() +
+           (bias_.empty() ? "" : ", a bias") + " (block_outputs " + std::to_string(choice_.block_outputs) +
+           ", stages " + std::to_string(choice_.stages) + ", stage_boxes " + std::to_string(choice_.stage_boxes) + ")";
   }
 
  private:
@@ -121,7 +125,7 @@ class LinearCall final : public Call {
     return line;
   }
   static size_t bytes(const Lines& lines) { return lines.size() * sizeof(Line); }
-  static uint64_t address(const Lines& lines) { return reinterpret_cast<uint64_t>(lines.data()); }
+  static uint64_t address(const Lines& lines) { return lines.empty() ? 0 : reinterpret_cast<uint64_t>(lines.data()); }
   template <class T>
   static T at(const Lines& lines, size_t i) {
     T value;
@@ -185,10 +189,12 @@ class LinearCall final : public Call {
                          at<Factor<F>>(source_, size_t{token} * problem_.inputs + k).value(), sum);
     }
     const float sum = sums[0] + sums[1];
-    if constexpr (!kIsScaled) return E::round(sum);
+    const float bias = bias_.empty() ? 0.0f : E::value(element(bias_, row));
+    if constexpr (!kIsScaled) return E::round(bias_.empty() ? sum : sum + bias);
     const auto of_x = at<float>(scale_source_, problem_.x_scale == ScaleOf::kRow ? token : 0);
     const auto of_weight = at<float>(weight_scale_, problem_.weight_scale == ScaleOf::kRow ? row : 0);
-    return E::round(of_x * (of_weight * sum));
+    const float product = of_weight * sum;
+    return E::round(bias_.empty() ? of_x * product : multiply_add(of_x, product, bias));
   }
 
   LinearProblem problem_;
@@ -200,6 +206,7 @@ class LinearCall final : public Call {
   Lines scale_source_;  // of x, as `source_`
   Lines x_scale_;
   Lines weight_scale_;
+  Lines bias_;  // none where it is empty
   Lines out_;
   Lines before_;  // of the output, as the grid before finds it
   std::vector<uint16_t> expected_;

@@ -1,4 +1,4 @@
-"""Protections of linear layers: of the ring of stages, of scales, and of their place among the grids of a stream.
+"""Protections of linear layers: of the ring of stages, of scales and bias, and of the place among grids of a stream.
 
 Not here: the barriers of a warp's lanes. A lane of the emulator does not fall behind the others by a round of the ring.
 """
@@ -56,10 +56,10 @@ OF_LINEAR = (
     ),
     Protection(
         "linear_scales_are_there",
-        "sums are scaled when scales have come to where all threads read them",
+        "scales and bias are used when they have come to where all threads read them",
         (Edit(KERNEL, "    scales.share(team", "    if (!WITHOUT) scales.share(team"),),
         failure=WRONG_RESULT,
-        subjects=("linear+fp8",),
+        subjects=("linear", "linear+fp8"),
     ),
     Protection(
         "linear_trigger_behind_wait",

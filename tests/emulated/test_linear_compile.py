@@ -26,8 +26,8 @@ NORMS = [
     getattr(torch.ops.llm_comm, f"linear_all_reduce_add_rms_norm{of_quantization}").default
     for of_quantization in ("", "_static_fp8", "_dynamic_fp8")
 ]
-#: What operators of layers are given for scales and the dtype of the result, unless operands are FP8.
-UNSCALED = (None, None, None)
+#: What operators of layers are given for bias, scales and the dtype of the result, unless operands are FP8.
+UNSCALED = (None, None, None, None)
 #: In which other ranks take part.
 IN_ORDER = [torch.ops.llm_comm.all_reduce.default, torch.ops.llm_comm.linear_all_reduce.default, *NORMS]
 
@@ -156,10 +156,12 @@ def check_operators() -> None:
         for operator in NORMS:
             scale = [torch.ones(1)] if operator is NORMS[1] else []
             for r in (residual, None):
-                torch.library.opcheck(operator, (x, weight, r, norm_weight, None, None, EPS, 0.0, comm.name, *scale))
-                operator(x, weight, r, norm_weight, None, None, EPS, 0.0, comm.name, *scale, after=x)
+                torch.library.opcheck(
+                    operator, (x, weight, r, norm_weight, None, None, None, EPS, 0.0, comm.name, *scale)
+                )
+                operator(x, weight, r, norm_weight, None, None, None, EPS, 0.0, comm.name, *scale, after=x)
             with pytest.raises(UnsupportedInputError, match="not contiguous"):
-                operator(x.t(), weight, residual, norm_weight, None, None, EPS, 0.0, comm.name, *scale)
+                operator(x.t(), weight, residual, norm_weight, None, None, None, EPS, 0.0, comm.name, *scale)
     for operator in (LAYER, torch.ops.llm_comm.linear_all_reduce.default):
         with pytest.raises(RuntimeError, match="closed"):
             operator(x, weight, *UNSCALED, comm.name)
@@ -176,7 +178,7 @@ def test_fake_results_are_like_the_real_ones(shape: tuple[int, ...]) -> None:
         x, weight = torch.empty(shape, dtype=torch.float16), torch.empty(OUTPUTS, INPUTS, dtype=torch.float16)
         residual, norm_weight = torch.empty(result, dtype=torch.float16), torch.empty(OUTPUTS, dtype=torch.float16)
         layers = [operator(x, weight, *UNSCALED, "any") for operator in (LAYER, torch.ops.llm_comm.linear_all_reduce)]
-        operands = x, weight, residual, norm_weight, None, None, EPS, 0.0, "any"
+        operands = x, weight, residual, norm_weight, None, None, None, EPS, 0.0, "any"
         norms = [operator(*operands, *([torch.empty(1)] if operator is NORMS[1] else [])) for operator in NORMS]
     assert [(tuple(y.shape), y.dtype) for y in layers] == [(result, torch.float16)] * 2
     plain, rows, scales = (result, torch.float16), (result, FP8), ((*shape[:-1], 1), torch.float32)

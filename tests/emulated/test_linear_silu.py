@@ -21,8 +21,8 @@ from llm_comm import Communicator, UnsupportedInputError, _core
 
 GATE_UP = ones(2 * OUTPUTS, INPUTS)
 OPERATOR = torch.ops.llm_comm.linear_silu_and_mul.default
-#: What it is given for scales and the dtype of the result, unless operands are FP8.
-UNSCALED = (None, None, None)
+#: What it is given for bias, scales and the dtype of the result, unless operands are FP8.
+UNSCALED = (None, None, None, None)
 
 
 def assert_is_silu_and_mul(y: torch.Tensor, products: torch.Tensor, what: str) -> None:
@@ -115,7 +115,7 @@ def check_choices() -> None:
                     choice=_core.LinearChoice(block_outputs=block, stages=ring[0], stage_boxes=ring[1]),
                 )
                 out, around = at_offset(torch.zeros_like(expected), 8)
-                assert run(x.data_ptr(), weight.data_ptr(), out.data_ptr(), 0), what
+                assert run(x.data_ptr(), weight.data_ptr(), out.data_ptr(), 0, 0), what
                 assert_bitwise_equal(out, expected, what)
                 assert_untouched_outside(around, out, what)
 

@@ -74,9 +74,13 @@ def rows(outputs: int = FEATURES, dtype: torch.dtype = BF16) -> torch.Tensor:
 def cases(world: int) -> list[Case]:
     x_and_out = {"x": rows(), "out": rows()}
     norm = {"x": rows(), "residual": rows(), "weight": ones(FEATURES)}
-    layer = {"x": rows(), "weight": ones(64, FEATURES)}
-    before_norm = {"x": rows(), "linear_weight": ones(64, FEATURES), "residual": rows(64), "norm_weight": ones(64)}
+    layer = {"x": rows(), "weight": ones(64, FEATURES), "bias": ones(64)}
+    gate_up = {"x": rows(), "gate_up_weight": ones(128, FEATURES), "bias": ones(128)}
+    summed = {"x": rows(), "linear_weight": ones(64, FEATURES), "bias": ones(64)}
+    before_norm = {**summed, "residual": rows(64), "norm_weight": ones(64)}
     written = {"out": rows(), "residual_out": rows()}
+    scaled = {"x": rows(dtype=FP8), "linear_weight": ones(64, FEATURES, dtype=FP8), "bias": ones(64)}
+    scaled |= {"x_scale": torch.ones(1), "weight_scale": torch.ones(1)}
     out = ("out",)
     same, of_norm = (("out", "x"),), (("residual_out", "residual"), ("residual_out", "x"))
     found = [
@@ -88,10 +92,16 @@ def cases(world: int) -> list[Case]:
         Case("try_reduce_scatter", {"x": ones(world * ROWS, FEATURES)}),
         Case("linear", {**layer, "out": rows(64)}, out),
         Case("linear_of_any_batch", {**layer, "out": rows(64)}, out),
-        Case("linear_silu_and_mul", {"x": rows(), "gate_up_weight": ones(128, FEATURES), "out": rows(64)}, out),
-        Case("linear_all_reduce", {"x": rows(), "linear_weight": ones(64, FEATURES), "out": rows(64)}, out),
+        Case("linear_silu_and_mul", {**gate_up, "out": rows(64)}, out),
+        Case("linear_all_reduce", {**summed, "out": rows(64)}, out),
+        Case("linear_all_reduce", {**scaled, "out": rows(64)}, out),
+        Case(
+            "linear_all_reduce_add_rms_norm",
+            {**scaled, "residual": rows(64), "norm_weight": ones(64)},
+            options={"eps": EPS},
+        ),
         Case("try_linear", layer),
-        Case("try_linear_silu_and_mul", {"x": rows(), "gate_up_weight": ones(128, FEATURES)}),
+        Case("try_linear_silu_and_mul", gate_up),
         Case("try_linear_all_reduce_add_rms_norm", before_norm, options={"eps": EPS}),
         Case("try_all_reduce_add_rms_norm", {**norm, **written}, tuple(written), (*of_norm, *same), {"eps": EPS}),
         Case("run", {"input": rows(), "output": rows()}, ("output",), has_operator=False),
@@ -414,14 +424,15 @@ def check_operators() -> None:
                 for one in operator._schema.arguments
                 if one.name not in ("after", "out_dtype")
             ]
-            place = [one.name for one in operator._schema.arguments].index(operand)
+            arguments = [one.name for one in operator._schema.arguments]
+            place = arguments.index(operand)
             with forward_ad.dual_level():
                 lost = (
                     forward_ad.make_dual(tensor, tensor.clone()) if has_tangent else torch.ones(4, requires_grad=True)
                 )
                 given[place] = lost
-                if "out_dtype" in [one.name for one in operator._schema.arguments]:
-                    given.insert(4, None)
+                if "out_dtype" in arguments:
+                    given.insert(arguments.index("out_dtype"), None)
                 with pytest.raises(UnsupportedInputError, match="tangent" if has_tangent else "requires grad"):
                     operator(*given)
 

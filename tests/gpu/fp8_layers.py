@@ -23,22 +23,31 @@ class Scales(NamedTuple):
     x: torch.Tensor
     weight: torch.Tensor
 
-    def of(self, sums: torch.Tensor) -> torch.Tensor:
-        """What an fp32 sum becomes, in the order in which the kernel multiplies."""
-        return self.x.view(-1, 1) * (self.weight.view(1, -1) * sums)
+    def of(self, sums: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        """What an fp32 sum becomes, in the order in which the kernel computes. The last product and the sum with the
+        bias are rounded to fp32 together."""
+        of_weight, of_x = self.weight.view(1, -1) * sums, self.x.view(-1, 1)
+        return of_x * of_weight if bias is None else (of_x.double() * of_weight.double() + bias.double()).float()
 
 
-def beyond_bound(got: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, scales: Scales) -> torch.Tensor:
+def beyond_bound(
+    got: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, scales: Scales, bias: torch.Tensor | None
+) -> torch.Tensor:
     """By element: further from float64 than such additions can bring it, and the products with scales and rounding."""
     scale = scales.x.double().view(-1, 1) * scales.weight.double().view(1, -1)
     exact, bound = bound_of(*sums_and_errors(x, weight), scale, got.dtype)
+    if bias is not None:
+        exact = exact + bias.double()
+        bound = bound + bias.double().abs() * (torch.finfo(got.dtype).eps / 2 + 2.0**-23)
     overflows = exact.abs() + bound >= torch.finfo(got.dtype).max
     return ~overflows & ~((got.double() - exact).abs() <= bound)
 
 
-def beyond_one_rounding(got: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, scales: Scales) -> torch.Tensor:
+def beyond_one_rounding(
+    got: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, scales: Scales, bias: torch.Tensor | None
+) -> torch.Tensor:
     """By element, whether bits differ from those due, where x and weight are whole numbers up to 2: their sums stay
     below 2^12 (that they do not is 20 standard deviations away), and so exact whatever is cut."""
     sums = x.double() @ weight.double().t()
-    due = scales.of(sums.float()).to(got.dtype)
+    due = scales.of(sums.float(), bias).to(got.dtype)
     return got.view(torch.int16) != due.view(torch.int16)

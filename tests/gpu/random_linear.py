@@ -4,11 +4,11 @@
 
 A case is a layer's x and weight on each rank, drawn from a seed, and one call: eager, or captured in a CUDA graph
 that is replayed with other inputs. Half of them are of FP8 with scales (``fp8_layers.py``), where the device has
-that. All ranks draw all ranks' inputs. The layer's result is compared with float64, and a row of it with that row
-alone, which must have the same bits. What comes behind the layer must be bitwise what the ranks' results sum to in
-rank order, and what the fused operation makes of those: ``random_cases.py`` tests both. Silu-and-mul must be within
-one rounding of float64 for what the plain layer returns, and have the same bits in each call. Layers of any batch must
-have the bits of ``linear``, of 64 tokens at a time.
+that. Half have a bias: on rank 0 alone, as in engines, or on each rank. All ranks draw all ranks' inputs. The layer's
+result is compared with float64, and a row of it with that row alone, which must have the same bits. What comes behind
+the layer must be bitwise what the ranks' results sum to in rank order, and what the fused operation makes of those:
+``random_cases.py`` tests both. Silu-and-mul must be within one rounding of float64 for what the plain layer returns,
+and have the same bits in each call. Layers of any batch must have the bits of ``linear``, of 64 tokens at a time.
 """
 
 from __future__ import annotations
@@ -56,6 +56,7 @@ class Case:
     per_channel: bool
     is_exact: bool  # of FP8: whole numbers, whose sums no addition cuts
     weight_bias: float
+    biased: int  # ranks whose layer has a bias, from rank 0 on
 
     @property
     def rows(self) -> int:
@@ -72,7 +73,7 @@ class Case:
         return (
             f"{self.kind} of {self.tokens} tokens, {self.inputs} inputs, {self.outputs} outputs, {self.dtype}, scale "
             f"{self.scale:g}, quantize {self.quantize}, weight_bias {self.weight_bias:g}, offset {self.offset}, "
-            f"out {self.has_out}, {self.replays} replays{scales if self.fp8 else ''}"
+            f"out {self.has_out}, {self.replays} replays, a bias on {self.biased} ranks{scales if self.fp8 else ''}"
         )
 
 
@@ -81,13 +82,15 @@ class Operands(NamedTuple):
 
     x: torch.Tensor
     weight: torch.Tensor
+    bias: torch.Tensor | None
     scales: Scales | None
 
     def options(self, dtype: torch.dtype | None = None) -> dict[str, Any]:
         """What a method of the communicator takes besides; ``dtype``: of the result, where it takes that."""
+        given: dict[str, Any] = {"bias": self.bias}
         if self.scales is None:
-            return {}
-        given: dict[str, Any] = {"x_scale": self.scales.x, "weight_scale": self.scales.weight}
+            return given
+        given |= {"x_scale": self.scales.x, "weight_scale": self.scales.weight}
         return given if dtype is None else {**given, "out_dtype": dtype}
 
     def row(self, number: int) -> Operands:
@@ -95,7 +98,7 @@ class Operands(NamedTuple):
         rows, scales = slice(number, number + 1), self.scales
         if scales is not None and scales.x.numel() > 1:
             scales = scales._replace(x=scales.x[rows])
-        return Operands(self.x[rows], self.weight, scales)
+        return self._replace(x=self.x[rows], scales=scales)
 
 
 def draw_case(number: int, options: argparse.Namespace, world: int) -> Case:
@@ -130,6 +133,7 @@ def draw_case(number: int, options: argparse.Namespace, world: int) -> Case:
         fp8,
         *(rng.random() < 0.5 for _ in range(3)),
         rng.choice((0.0, 1.0, 0.5)),
+        rng.choice((0, 0, 1, world)),
     )
 
 
@@ -148,7 +152,8 @@ class Runner:
         x = Guarded(case.tokens * case.inputs, case.factors, case.offset, device)
         shaped = x.data.view(case.tokens, case.inputs)
         weight = torch.empty(case.rows, case.inputs, dtype=case.factors, device=device)
-        given = Operands(shaped, weight, self._scales(case, 0, self._ranks.rank))
+        rank = self._ranks.rank
+        given = Operands(shaped, weight, self._bias(case, 0, rank), self._scales(case, 0, rank))
         options, typed = given.options(), given.options(case.dtype)
         residual = torch.empty(case.tokens, case.outputs, dtype=case.dtype, device=device)
         norm_weight = torch.empty(case.outputs, dtype=case.dtype, device=device)
@@ -160,7 +165,7 @@ class Runner:
             if case.kind == "linear":
                 return (self._communicator.linear(shaped, weight, target, **typed),)
             if case.kind == "linear_of_any_batch":
-                return (self._communicator.linear_of_any_batch(shaped, weight, target),)
+                return (self._communicator.linear_of_any_batch(shaped, weight, target, bias=given.bias),)
             if case.kind == "linear_silu_and_mul":
                 return (self._communicator.linear_silu_and_mul(shaped, weight, target, **typed),)
             if case.kind == "linear_all_reduce":
@@ -179,16 +184,18 @@ class Runner:
             )
 
         for replay in range(max(1, case.replays)):
-            operands = [self._operands(case, replay, rank) for rank in range(self._ranks.world)]
-            own = operands[self._ranks.rank]
+            operands = [self._operands(case, replay, of_rank) for of_rank in range(self._ranks.world)]
+            own = operands[rank]
             shaped.copy_(own.x)
             weight.copy_(own.weight)
+            if given.bias is not None and own.bias is not None:
+                given.bias.copy_(own.bias)
             if given.scales is not None and own.scales is not None:
                 for place, drawn in zip(given.scales, own.scales, strict=True):
                     place.copy_(drawn)
             residual.copy_(self._draw(case, replay, "residual", residual.shape))
             norm_weight.copy_(self._draw(case, replay, "norm", norm_weight.shape))
-            self._ranks.synchronize()  # a layer reads its weight ahead of the stream
+            self._ranks.synchronize()  # a layer reads its weight and its bias ahead of the stream
             if case.replays == 0:
                 results = call()
             elif replay == 0:
@@ -205,12 +212,19 @@ class Runner:
 
     def _operands(self, case: Case, replay: int, rank: int) -> Operands:
         x = self._draw(case, replay, f"x{rank}", (case.tokens, case.inputs))
-        weight = self._draw(case, replay, f"w{rank}", (case.rows, case.inputs))
+        weight, bias = self._draw(case, replay, f"w{rank}", (case.rows, case.inputs)), self._bias(case, replay, rank)
         if not case.fp8:
-            return Operands(x, (weight.float() * case.scale).to(case.dtype), None)
+            return Operands(x, (weight.float() * case.scale).to(case.dtype), bias, None)
         if case.is_exact:
             x, weight = x.round().clamp(-2, 2), weight.round().clamp(-2, 2)
-        return Operands(x.to(FP8), weight.to(FP8), self._scales(case, replay, rank))
+        return Operands(x.to(FP8), weight.to(FP8), bias, self._scales(case, replay, rank))
+
+    def _bias(self, case: Case, replay: int, rank: int) -> torch.Tensor | None:
+        """About as large as the sums to which it is added."""
+        if rank >= case.biased:
+            return None
+        drawn = self._draw(case, replay, f"b{rank}", (case.rows,)).float()
+        return (drawn * case.scale * case.inputs**0.5).to(case.dtype)
 
     def _scales(self, case: Case, replay: int, rank: int) -> Scales | None:
         if not case.fp8:
@@ -236,7 +250,7 @@ class Runner:
         self._ranks.synchronize()
         linear, silu_and_mul = self._communicator.linear, self._communicator.linear_silu_and_mul
         if case.tokens > FEW:
-            layers = [torch.cat([linear(rows, of.weight) for rows in of.x.split(FEW)]) for of in operands]
+            layers = [torch.cat([linear(x, of.weight, bias=of.bias) for x in of.x.split(FEW)]) for of in operands]
         else:
             layers = [linear(of.x, of.weight, **of.options(case.dtype)) for of in operands]
         # Of one row, behind the layer of all of them: it must not depend on them.
@@ -281,16 +295,18 @@ def _as_bytes(values: torch.Tensor) -> torch.Tensor:
 def _beyond(case: Case, got: torch.Tensor, of: Operands) -> torch.Tensor:
     """By element: no result of such a layer."""
     if of.scales is None:
-        return _beyond_bound(got, of.x, of.weight)
+        return _beyond_bound(got, of.x, of.weight, of.bias)
     beyond = fp8_layers.beyond_one_rounding if case.is_exact else fp8_layers.beyond_bound
-    return beyond(got, of.x, of.weight, of.scales)
+    return beyond(got, of.x, of.weight, of.scales, of.bias)
 
 
-def _beyond_bound(got: torch.Tensor, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+def _beyond_bound(got: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
     """By element: further from float64 than fp32 accumulation in any order and one rounding can bring it. Tensor cores
     add the products of an instruction with a few bits less than fp32: hence 2^-21 for a term."""
     total = x.double() @ weight.double().t()
     magnitude = x.double().abs() @ weight.double().abs().t()
+    if bias is not None:  # one more term
+        total, magnitude = total + bias.double(), magnitude + bias.double().abs()
     info = torch.finfo(got.dtype)
     bound = magnitude * (x.shape[1] * 2.0**-24 + 2.0**-21) + total.abs() * (info.eps / 2) + info.tiny * info.eps
     overflows = total.abs() + bound >= info.max

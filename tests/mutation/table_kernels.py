@@ -6,7 +6,7 @@ Protections of slots, waits and blame are not among them: they have negative con
 
 from __future__ import annotations
 
-from mutant import cpp
+from mutant import cpp, cpp_edits
 
 RMS_NORM = "csrc/algorithms/all_reduce_add_rms_norm/rms_norm.cuh"
 FUSED = "csrc/algorithms/all_reduce_add_rms_norm/operation.cuh"
@@ -42,6 +42,7 @@ AFTER_ERRORS = "driver --cases 60 --mishaps --alone --algorithm all_reduce_add_r
 SYMMETRIC = "tests/emulated/test_direct_algorithms.py"
 SILU_AND_MUL = "tests/emulated/test_linear_silu.py"
 LINEAR_FP8 = "tests/emulated/test_linear_fp8.py"
+LINEAR_BIAS = "tests/emulated/test_linear_bias.py"
 MANY_TOKENS = "tests/emulated/test_linear.py"
 
 KERNELS = (
@@ -504,9 +505,9 @@ KERNELS = (
     cpp(
         "silu-and-mul of up and gate",
         LINEAR,
-        "bits = silu_and_mul<D>(bits, Element<D>::round(sum));",
-        "bits = WITHOUT ? silu_and_mul<D>(Element<D>::round(sum), bits)"
-        " : silu_and_mul<D>(bits, Element<D>::round(sum));",
+        "bits = silu_and_mul<D>(bits, Element<D>::round(results[1][k]));",
+        "bits = WITHOUT ? silu_and_mul<D>(Element<D>::round(results[1][k]), bits)"
+        " : silu_and_mul<D>(bits, Element<D>::round(results[1][k]));",
         SILU_AND_MUL,
         "driver --cases 20 --alone --algorithm linear_silu_and_mul",
     ),
@@ -521,27 +522,52 @@ KERNELS = (
     cpp(
         "a scale of x is that of the first token",
         SCALES,
-        "(args.x_scale_of == ScaleOf::kRow ? t : 0)",
-        "(args.x_scale_of == ScaleOf::kRow && !WITHOUT ? t : 0)",
+        "(args_.x_scale_of == ScaleOf::kRow ? t : 0)",
+        "(args_.x_scale_of == ScaleOf::kRow && !WITHOUT ? t : 0)",
         LINEAR_FP8,
         "driver --cases 20 --alone --algorithm linear+fp8",
     ),
     cpp(
-        "up has the scales of gate",
+        "up has the scales and the bias of gate",
         SCALES,
-        "uint64_t{t / outputs} * args.weight.rows + output;",
-        "uint64_t{WITHOUT ? 0 : t / outputs} * args.weight.rows + output;",
+        "uint64_t{r / outputs} * args_.weight.rows + output;",
+        "uint64_t{WITHOUT ? 0 : r / outputs} * args_.weight.rows + output;",
         LINEAR_FP8,
+        LINEAR_BIAS,
+        "driver --cases 20 --alone --algorithm linear_silu_and_mul",
         "driver --cases 20 --alone --algorithm linear_silu_and_mul+fp8",
     ),
-    cpp(
-        "scales are multiplied with each other first",
-        SCALES,
-        "return scale[token] * (scale[linear::kMaxTokens + row] * sum);",
-        "return WITHOUT ? scale[token] * scale[linear::kMaxTokens + row] * sum"
-        " : scale[token] * (scale[linear::kMaxTokens + row] * sum);",
+    cpp_edits(
+        "the scale of the token is multiplied first",
+        [
+            (SCALES, "sums[i] *= of_rows[i];", "sums[i] *= WITHOUT ? of_token : of_rows[i];"),
+            (SCALES, "sums[i] *= of_token;", "sums[i] *= WITHOUT ? of_rows[i] : of_token;"),
+        ],
         LINEAR_FP8,
         "driver --cases 20 --alone --algorithm linear+fp8",
+    ),
+    cpp(
+        "the bias is added to a product that has been rounded",
+        SCALES,
+        "sums[i] = multiply_add(of_token, sums[i], bias[i]);",
+        "sums[i] = WITHOUT ? of_token * sums[i] + bias[i] : multiply_add(of_token, sums[i], bias[i]);",
+        LINEAR_BIAS,
+    ),
+    cpp(
+        "the bias is added to a sum that has been rounded to the type of the result",
+        SCALES,
+        "    if (has_bias()) {\n      LLM_COMM_UNROLL(8)",
+        "    if (has_bias()) {\n      for (uint32_t i = 0; WITHOUT && i < N; ++i) "
+        "sums[i] = Element<D>::value(Element<D>::round(sums[i]));\n      LLM_COMM_UNROLL(8)",
+        LINEAR_BIAS,
+        "driver --cases 20 --alone --algorithm linear",
+    ),
+    cpp(
+        "a bias of the last layer is added by the next one, which has none",
+        "csrc/host/prepared_linear.h",
+        "args_.bias = reinterpret_cast<const void*>(bias);",
+        "if (!WITHOUT || bias != 0) args_.bias = reinterpret_cast<const void*>(bias);",
+        LINEAR_BIAS,
     ),
     cpp(
         "an FP8 number below 2^-6 is twice what it should be",

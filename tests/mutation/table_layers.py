@@ -8,6 +8,8 @@ LAYERS = "llm_comm/planning/layers.py"
 TABLES = "llm_comm/planning/tables.py"
 TUNE = "llm_comm/bench/tune_layers.py"
 CALLS = "llm_comm/operations/linear.py"
+SUMS_OF_LAYERS = "llm_comm/operations/linear_all_reduce.py"
+LINEAR_BIAS = "tests/emulated/test_linear_bias.py"
 SCALING = "llm_comm/operations/fp8.py"
 
 OF_TABLES = "tests/unit/test_layer_tables.py"
@@ -76,6 +78,69 @@ LINEAR_LAYERS: tuple[Mutant, ...] = (
         "else (scaling.x, scaling.weight)",
         "else (scaling.x, None)",
         "tests/emulated/test_linear_fp8.py",
+    ),
+    python(
+        "results go over a bias that is still read",
+        CALLS,
+        "check_written(x, weight, bias, *scales, out)",
+        "check_written(x, weight, None, *scales, out)",
+        LINEAR_BIAS,
+    ),
+    python(
+        "a sum loses the bias of its layer",
+        SUMS_OF_LAYERS,
+        "partial(self._layers.enqueue, prepared, x, weight, y, scaling, bias)",
+        "partial(self._layers.enqueue, prepared, x, weight, y, scaling)",
+        LINEAR_BIAS,
+    ),
+    python(
+        "a norm loses the bias of the layer before it",
+        SUMS_OF_LAYERS,
+        "partial(self._layers.enqueue, prepared, x, linear_weight, y, scaling, bias)",
+        "partial(self._layers.enqueue, prepared, x, linear_weight, y, scaling)",
+        LINEAR_BIAS,
+    ),
+    python(
+        "a bias without memory ends the communicator",
+        CALLS,
+        "if bias is not None:\n            bias.data_ptr()",
+        "pass",
+        "tests/emulated/test_operands.py",
+    ),
+    python(
+        "a scale without memory ends the communicator",
+        CALLS,
+        "scaling.x.data_ptr()\n            scaling.weight.data_ptr()",
+        "pass",
+        "tests/emulated/test_operands.py",
+    ),
+    python(
+        "graphs take a bias of any length",
+        CALLS,
+        "and bias.shape[0] == weight.shape[0]",
+        "and bias.shape[0] > 0",
+        LINEAR_BIAS,
+    ),
+    python(
+        "a bias of another dtype is read as the result's",
+        CALLS,
+        "if bias.dtype is not dtype:",
+        "if False:",
+        LINEAR_BIAS,
+    ),
+    python(
+        "a bias that is too short is read beyond its end",
+        CALLS,
+        "bias.dim() != 1 or bias.shape[0] != weight.shape[0]",
+        "bias.dim() != 1",
+        LINEAR_BIAS,
+    ),
+    python(
+        "a prepared layer takes any bias",
+        CALLS,
+        "            or (bias is not None and self._why_not_bias(bias, weight, prepared.dtype))\n",
+        "",
+        LINEAR_BIAS,
     ),
     python(
         "scales of another dtype are read as fp32",

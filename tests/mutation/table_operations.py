@@ -82,8 +82,8 @@ OPERATIONS: tuple[Mutant, ...] = (
     python(
         "a mode misses a layer of any batch",
         LAYERS,
-        "type(weight) not in _WEIGHTS or _is_watched(): result: torch.Tensor = linear_operators.linear(",
-        "type(weight) not in _WEIGHTS: result: torch.Tensor = linear_operators.linear(",
+        "type(bias) not in _PLAIN or _is_watched() ): result: torch.Tensor = linear_operators.linear(",
+        "type(bias) not in _PLAIN ): result: torch.Tensor = linear_operators.linear(",
         GUARD,
     ),
     python("what a DSL kernel writes is the same version", PROGRAMS, "count_write(written)", "pass", GUARD),

@@ -221,7 +221,11 @@ def test_the_core_is_told_the_layer(silu_and_mul: bool) -> None:
     assert prepared.run is core.prepare_linear.return_value
     out = torch.empty(10, 128, dtype=torch.float16)
     assert layers.enqueue(prepared, x, weight, out) is prepared.run.return_value
-    prepared.run.assert_called_once_with(x.data_ptr(), weight.data_ptr(), out.data_ptr(), 0)
+    prepared.run.assert_called_once_with(x.data_ptr(), weight.data_ptr(), out.data_ptr(), 0, 0)
+    bias = torch.empty(rows, dtype=torch.float16)
+    assert layers.find("linear", x, weight, None, bias) is prepared
+    layers.enqueue(prepared, x, weight, out, None, bias)
+    prepared.run.assert_called_with(x.data_ptr(), weight.data_ptr(), out.data_ptr(), bias.data_ptr(), 0)
 
 
 def test_what_is_kept() -> None:

@@ -14,9 +14,9 @@
 // Stage s is full when its boxes have come, and empty when all warps of the teams have multiplied them. They say so of the stage before
 // the last one, whose products they know to be done. So a ring that is gone round has two stages at least.
 //
-// In shared memory lie the barriers, `full` and `empty` of each stage, the scales, and then the stages: boxes of the weight, then boxes of
-// x. Behind the last one may be read what no result depends on: rows of a box of the weight that it does not have. The sums of the teams take
-// the place of the stages at the end.
+// In shared memory lie the barriers, `full` and `empty` of each stage, the scales, the bias, and then the stages: boxes
+// of the weight, then boxes of x. Behind the last one may be read what no result depends on: rows of a box of the weight
+// that it does not have. The sums of the teams take the place of the stages at the end.
 #pragma once
 
 #include "algorithms/linear/epilogue.cuh"
@@ -174,20 +174,23 @@ linear_layer(LLM_COMM_KERNEL_PARAM LinearArgs args) {
   const uint32_t team = same_in_warp(thread_index() / kTeamThreads);
   const bool fetches = team == linear::kTeams;
   constexpr uint32_t kParts = kWeightParts<E>;
+  // Results of each part that a thread computes at once. More of two parts take more registers: fewer blocks fit on a
+  // multiprocessor.
+  constexpr uint32_t kAtOnce = kParts == 1 ? linear::kLineElements : 1;
   const uint32_t outputs = args.block_outputs / kParts;
   const LinearTile<Tokens> tile(args, outputs);
   const uint32_t first = tile.first_output;
   const LinearFetch<Tokens, kParts> fetch(args, memory, tile);
-  LinearScales<F> scales(memory.scales());
+  LinearScales<F, D> scales(args, memory.scales());
   if (fetches) fetch.begin();
   block_sync();
   float sums[Tokens / 2] = {};
   if (fetches) {
     fetch.run();
   } else {
-    scales.load(args, team, first, outputs);
+    scales.load(team, first, outputs);
     multiply_for_linear<F, Tokens>(args, memory, team, sums);
-    scales.share(team, args.block_outputs);
+    scales.share(team);
   }
   block_sync();  // nobody reads a stage any more
 
@@ -214,14 +217,21 @@ linear_layer(LLM_COMM_KERNEL_PARAM LinearArgs args) {
     const float* const of_odd = of_even + Tokens * stride;
     Line line{};
     LLM_COMM_UNROLL(8)
-    for (uint32_t j = 0; j < linear::kLineElements; ++j) {
-      uint16_t bits = Element<D>::round(scales.scaled(of_even[j] + of_odd[j], token, output + j));
-      if constexpr (E == LinearEpilogue::kSiluAndMul) {
-        const uint32_t up = outputs + j;
-        const float sum = scales.scaled(of_even[up] + of_odd[up], token, output + up);
-        bits = silu_and_mul<D>(bits, Element<D>::round(sum));
+    for (uint32_t j = 0; j < linear::kLineElements; j += kAtOnce) {
+      float results[kParts][kAtOnce];
+      LLM_COMM_UNROLL(2)
+      for (uint32_t part = 0; part < kParts; ++part) {
+        const uint32_t row = part * outputs + j;
+        LLM_COMM_UNROLL(8)
+        for (uint32_t k = 0; k < kAtOnce; ++k) results[part][k] = of_even[row + k] + of_odd[row + k];
+        scales.apply(results[part], token, output + row);
       }
-      line.word[j / 2] |= static_cast<uint32_t>(bits) << 16 * (j % 2);
+      LLM_COMM_UNROLL(8)
+      for (uint32_t k = 0; k < kAtOnce; ++k) {
+        uint16_t bits = Element<D>::round(results[0][k]);
+        if constexpr (E == LinearEpilogue::kSiluAndMul) bits = silu_and_mul<D>(bits, Element<D>::round(results[1][k]));
+        line.word[(j + k) / 2] |= static_cast<uint32_t>(bits) << 16 * ((j + k) % 2);
+      }
     }
     const uint64_t row = tile.first_token + token;
     store_line(static_cast<uint16_t*>(args.out) + row * args.weight.rows + first + output, line);

@@ -11,12 +11,18 @@
 namespace llm_comm::linear {
 
 inline constexpr OperationInfo kInfo{
-    .name = "linear", .title = "linear layer", .buffers = {{"x"}, {"weight"}, {.name = "out", .is_output = true}}};
-// Of FP8.
-inline constexpr OperationInfo kScaledInfo{
     .name = "linear",
     .title = "linear layer",
-    .buffers = {{"x"}, {"weight"}, {.name = "out", .is_output = true}, {"x_scale"}, {"weight_scale"}}};
+    .buffers = {{"x"}, {"weight"}, {.name = "out", .is_output = true}, {.name = "bias", .is_optional = true}}};
+// Of FP8.
+inline constexpr OperationInfo kScaledInfo{.name = "linear",
+                                           .title = "linear layer",
+                                           .buffers = {{"x"},
+                                                       {"weight"},
+                                                       {.name = "out", .is_output = true},
+                                                       {.name = "bias", .is_optional = true},
+                                                       {"x_scale"},
+                                                       {"weight_scale"}}};
 
 // Of a few tokens: one block has them all.
 inline constexpr uint32_t kMaxTokens = 64;
@@ -30,8 +36,9 @@ inline constexpr uint32_t kTeams = 2;
 inline constexpr uint32_t kThreads = kTeams * kTeamThreads + 32;
 inline constexpr uint32_t kMaxStages = 16;
 inline constexpr uint32_t kMaxStageBoxes = 8;
-inline constexpr uint32_t kBarrierBytes = 512;
-inline constexpr uint32_t kScalesBytes = (kMaxTokens + kMaxBlockOutputs) * static_cast<uint32_t>(sizeof(float));
+inline constexpr uint32_t kBarrierBytes = 256;
+inline constexpr uint32_t kScalesBytes =
+    (kMaxTokens + 2 * kMaxBlockOutputs) * static_cast<uint32_t>(sizeof(float));  // and bias
 // In front of the stages, which begin where boxes may.
 inline constexpr uint32_t kHeaderBytes = kBoxAlignment;
 static_assert(kBarrierBytes + kScalesBytes <= kHeaderBytes);

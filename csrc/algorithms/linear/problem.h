@@ -1,5 +1,5 @@
-// A linear layer: y = x W^T, as torch.nn.functional.linear without a bias, or what an epilogue makes of it. No rank
-// takes part but this one. x and W are of bf16 or fp16, or of FP8 with scales.
+// A linear layer: y = x W^T + b, as torch.nn.functional.linear, with or without the bias b, or what an epilogue makes
+// of it. No rank takes part but this one. x and W are of bf16 or fp16, or of FP8 with scales.
 #pragma once
 
 #include <cstdint>
@@ -10,8 +10,8 @@ namespace llm_comm {
 
 // What becomes of the products.
 enum class LinearEpilogue : uint32_t {
-  kNone,        // y = x W^T
-  kSiluAndMul,  // y = silu(x G^T) * (x U^T): the weight is the rows of G and then those of U
+  kNone,        // y = x W^T + b
+  kSiluAndMul,  // y = silu(g) * u, where g and then u are the two halves of x W^T + b
 };
 
 // Matrices of `outputs` rows that the weight consists of, one behind the other.

@@ -40,7 +40,7 @@ from llm_comm.integrations.linear import (
     Scales,
     about_linear,
     linear_of_any_batch,
-    scaling,
+    optional_operands,
     why_not_any,
     why_not_preferred,
 )
@@ -432,16 +432,21 @@ class LlmCommAllReduce:
         return self._llm_comm
 
     def linear(
-        self, x: torch.Tensor, weight: torch.Tensor, scales: Scales | None = None, out_dtype: torch.dtype | None = None
+        self,
+        x: torch.Tensor,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None = None,
+        scales: Scales | None = None,
+        out_dtype: torch.dtype | None = None,
     ) -> torch.Tensor | None:
-        """``x @ weight.T`` of this rank by llm_comm, a new tensor; None if it declines, or is not preferred.
+        """``x @ weight.T + bias`` of this rank by llm_comm, a new tensor; None if it declines, or is not preferred.
 
         Args:
-            x, weight: As of ``Communicator.linear``.
+            x, weight, bias: As of ``Communicator.linear``.
             scales, out_dtype: Of FP8: scales of ``x`` and of the weight, and the dtype of the result.
         """
         weight = weight if scales is None else weight.detach()
-        options = {**scaling(scales), "out_dtype": out_dtype}
+        options = {**optional_operands(bias, scales), "out_dtype": out_dtype}
         return self._try_linear(Communicator.try_linear, x, weight, FIRST_LINEAR, **options)
 
     def linear_of_any_batch(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor | None:

@@ -13,7 +13,8 @@ shape, the options and the table, which ranks have compared.
 
 The weight is read before the kernels ahead have ended, so it must not be written in the stream of the layer just
 before: weights that SGLang fetches from the host for each pass (``--cpu-offload-gb``, ``--offload-group-size``) are
-tensors in place of parameters, and left alone.
+tensors in place of parameters, and left alone. So is a layer with such a bias. The bias of a layer split by rows is
+given by SGLang on rank 0 alone.
 
 All of SGLang's methods for FP8 with a scale for each output of the weight (its default on Hopper) quantize x and call
 ``fp8_scaled_mm`` of ``fp8_utils``: that function is hooked. It is not told which layer it computes, and need not be. So
@@ -43,9 +44,12 @@ _UNQUANTIZED = "sglang.srt.layers.quantization.unquant"
 # Those of ``--bf16-gemm-backend`` by which SGLang leaves a layer to torch, and so to cuBLAS.
 _CUBLAS = ("auto", "torch")
 
+# Types of a bias that llm_comm reads, or that there is none. A tensor in place of a parameter may have just been made.
+_BIASES = (torch.nn.Parameter, type(None))
+
 # Opaque to torch.compile: graphs are traced with one number of tokens and run with others.
 _library = torch.library.Library("llm_comm_sglang", "FRAGMENT")
-_library.define("linear(Tensor x, Tensor weight) -> Tensor", tags=(torch.Tag.needs_fixed_stride_order,))
+_library.define("linear(Tensor x, Tensor weight, Tensor? bias) -> Tensor", tags=(torch.Tag.needs_fixed_stride_order,))
 
 
 class _SGLang:
@@ -90,13 +94,12 @@ def create_weights(theirs: Any, method: Any, layer: Any, *args: Any, **kwargs: A
 
 
 def _is_of_the_kind(layer: Any) -> bool:
-    """Whether ``layer``, which has its weight by now, is split over the group, by columns, or by rows and without a
-    bias. A bias of the former is seen when it is applied."""
+    """Whether ``layer``, which has its weight by now, is split over the group, by columns or by rows."""
     if _ranks_of(layer) != State.group.world_size or not all_sums_are_of_the_group():
         return False
     if isinstance(layer, _SGLang.column_parallel):
         return True
-    return isinstance(layer, _SGLang.row_parallel) and not (layer.use_dp_attention_reduce or layer.with_bias)
+    return isinstance(layer, _SGLang.row_parallel) and not layer.use_dp_attention_reduce
 
 
 def _wants(layer: Any) -> bool:
@@ -140,37 +143,37 @@ def _say_that_they_are_sglangs(backend: str) -> None:
 
 
 def apply(theirs: Any, method: Any, layer: Any, x: torch.Tensor, bias: torch.Tensor | None = None) -> Any:
-    if bias is None and getattr(layer, "llm_comm_computes", False):
+    if getattr(layer, "llm_comm_computes", False):
         weight = layer.weight
         # Not a tensor in its place: someone may have just made that.
-        if type(weight) is torch.nn.Parameter:
+        if type(weight) is torch.nn.Parameter and type(bias) in _BIASES:
             if not torch.compiler.is_compiling():
-                result = _by_llm_comm(x, weight)
+                result = _by_llm_comm(x, weight, bias)
                 if result is not None:
                     return result
-            elif not (torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad)):
-                return torch.ops.llm_comm_sglang.linear(x, weight)
+            elif not (torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (x, weight, bias))):
+                return torch.ops.llm_comm_sglang.linear(x, weight, bias)
     return theirs(method, layer, x, bias)
 
 
-def _by_llm_comm(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor | None:
+def _by_llm_comm(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor | None:
     """By llm_comm, in a new tensor; None if it declines, or has left the group."""
     group = State.group
     linear = None if group is None else getattr(group.ca_comm, "linear", None)
-    result: torch.Tensor | None = None if linear is None else linear(x, weight)
+    result: torch.Tensor | None = None if linear is None else linear(x, weight, bias)
     return result
 
 
-def _linear(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+def _linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
     """The operator of compiled graphs."""
-    result = _by_llm_comm(x, weight)
+    result = _by_llm_comm(x, weight, bias)
     if result is None:
         # A layer without our mark: SGLang's own kernels.
-        result = _SGLang.unquantized.UnquantizedLinearMethod().apply(SimpleNamespace(weight=weight), x)
+        result = _SGLang.unquantized.UnquantizedLinearMethod().apply(SimpleNamespace(weight=weight), x, bias)
     return result
 
 
-def _fake_linear(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+def _fake_linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
     return x.new_empty((*x.shape[:-1], weight.shape[0]))
 
 
@@ -192,16 +195,16 @@ def around_fp8_scaled_mm(
 ) -> Any:
     """``x @ weight``, scaled: weight is [inputs, outputs], the transpose of a contiguous tensor."""
     if (
-        bias is None
-        and State.is_active
+        State.is_active
         and State.computes_linears
         and not torch.compiler.is_compiling()
         # Not a tensor in its place: someone may have just made that.
         and type(weight) is torch.nn.Parameter
         and type(weight_scale) is torch.nn.Parameter
+        and type(bias) in _BIASES
     ):
         linear = getattr(getattr(State.group, "ca_comm", None), "linear", None)
-        result = None if linear is None else linear(x, weight.t(), (x_scale, weight_scale), out_dtype)
+        result = None if linear is None else linear(x, weight.t(), bias, (x_scale, weight_scale), out_dtype)
         if result is not None:
             return result
     return theirs(x, weight, x_scale, weight_scale, out_dtype, bias)

@@ -147,6 +147,7 @@ class LlmCommCommunicator(CudaCommunicator):  # type: ignore[misc]
         epsilon: float,
         weight_bias: float,
         scale: torch.Tensor | None,
+        bias: torch.Tensor | None = None,
         scales: Scales | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor] | None:
         """See ``operators.py``; None, if it is not served: nothing has been summed then. ``linear_weight`` is
@@ -166,7 +167,7 @@ class LlmCommCommunicator(CudaCommunicator):  # type: ignore[misc]
             weight_bias=weight_bias,
             quantize=None if scale is None else "static",
             scale=scale,
-            **linear.scaling(scales),
+            **linear.optional_operands(bias, scales),
         )
         if results is None:
             return None
@@ -178,23 +179,27 @@ class LlmCommCommunicator(CudaCommunicator):  # type: ignore[misc]
         self,
         x: torch.Tensor,
         weight: torch.Tensor,
+        bias: torch.Tensor | None = None,
         scales: Scales | None = None,
         out_dtype: torch.dtype | None = None,
     ) -> torch.Tensor | None:
         """See ``operators.py``; None, if it is not served. ``weight`` is [outputs, inputs]."""
         attempt, first = Communicator.try_linear, linear.FIRST_COLUMN_LINEAR
-        return self._try_linear(attempt, x, weight, first, **linear.scaling(scales), out_dtype=out_dtype)
+        options = linear.optional_operands(bias, scales)
+        return self._try_linear(attempt, x, weight, first, **options, out_dtype=out_dtype)
 
     def linear_silu_and_mul(
         self,
         x: torch.Tensor,
         gate_up_weight: torch.Tensor,
+        bias: torch.Tensor | None = None,
         scales: Scales | None = None,
         out_dtype: torch.dtype | None = None,
     ) -> torch.Tensor | None:
         """The same with silu-and-mul."""
         attempt, first = Communicator.try_linear_silu_and_mul, linear.FIRST_LINEAR_SILU_AND_MUL
-        return self._try_linear(attempt, x, gate_up_weight, first, **linear.scaling(scales), out_dtype=out_dtype)
+        options = linear.optional_operands(bias, scales)
+        return self._try_linear(attempt, x, gate_up_weight, first, **options, out_dtype=out_dtype)
 
     def linear_of_any_batch(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor | None:
         """See ``invariant_linear.py``; None once llm_comm has left the group."""

@@ -1,10 +1,11 @@
 """Linear layers in graphs of vLLM's compiler, for the passes that replace them.
 
 In both supported versions of vLLM a linear layer without bias is ``mm(x, permute(weight))`` there, between reshapes
-where activations have more than two dimensions; with bias it is an ``addmm``. A layer of FP8 whose scales are those of
-tensors, of tokens or of outputs is ``cutlass_scaled_mm`` on Hopper. That writes into an empty tensor, and takes the
-weight transposed, as it is kept, and a bias. Other quantized layers are other operators of vLLM's, or have scales of
-blocks. They are left alone, and all those with bias.
+where activations have more than two dimensions. With bias it is an ``addmm``. Where pointwise operators alone take the
+result on a GPU, inductor of older torch makes the sum of the bias and an ``mm`` of that. A layer of FP8 whose scales
+are those of tensors, of tokens or of outputs is ``cutlass_scaled_mm`` on Hopper. That writes into an empty tensor, and
+takes the weight transposed, as it is kept, and a bias. Other quantized layers are other operators of vLLM's, or have
+scales of blocks. They are left alone.
 """
 
 from __future__ import annotations
@@ -40,6 +41,8 @@ class Layer(NamedTuple):
     x: Node
     #: An input of the graph, [outputs, inputs]; of FP8 its transpose.
     weight: Node
+    #: Added to the product, an input of the graph, [outputs]; None: nothing is.
+    bias: Node | None
     #: The result, as a matrix.
     mm: Node
     #: What is of no use without ``mm``, the last one first.
@@ -63,9 +66,9 @@ class Layer(NamedTuple):
         return value.dtype
 
     @property
-    def scales_or_none(self) -> tuple[Node | None, Node | None]:
-        """As an operator takes them."""
-        return (None, None) if self.scales is None else self.scales
+    def operands(self) -> tuple[Node | None, ...]:
+        """Weight, bias and scales, as an operator takes them."""
+        return self.weight, self.bias, *((None, None) if self.scales is None else self.scales)
 
     def nodes(self) -> list[Node]:
         """Those that are of no use without the layer, the last one first."""
@@ -79,22 +82,34 @@ def layer_of(y: Node) -> Layer | None:
     if not isinstance(mm, Node) or (reshape is not None and len(mm.users) != 1):
         return None
     layer = _plain_layer(mm, reshape) or _scaled_layer(mm, reshape)
-    # It is read before the kernels ahead have ended: none that is computed in the graph will do.
-    if layer is None or layer.weight.op != "placeholder":
+    # They are read before the kernels ahead have ended: none that is computed in the graph will do.
+    if layer is None or layer.weight.op != "placeholder" or not _is_bias(layer):
         return None
     return layer if _are(y.meta["val"].shape[-1:], layer.shape[:1]) else None  # of whole rows
 
 
 def _plain_layer(mm: Any, reshape: Node | None) -> Layer | None:
-    if mm.target is not _aten.mm.default:
+    bias: Any = None
+    before: tuple[Node, ...] = ()
+    if mm.target is _aten.mm.default:
+        x, transposed = mm.args
+    elif mm.target is _aten.addmm.default and len(mm.args) == 3 and set(mm.kwargs.values()) <= {1}:  # no factors
+        bias, x, transposed = mm.args
+    elif mm.target is _aten.add.Tensor and not mm.kwargs:
+        products = [node for node in mm.args if isinstance(node, Node) and node.target is _aten.mm.default]
+        if len(products) != 1 or len(products[0].users) != 1:
+            return None
+        before = (products[0],)
+        (bias,) = (other for other in mm.args if other is not products[0])
+        x, transposed = products[0].args
+    else:
         return None
-    x, transposed = mm.args
     if transposed.target is not _aten.permute.default:
         return None
     weight = transposed.args[0]
-    if x.meta["val"].dtype not in DTYPES or not _fit(x, transposed):
+    if x.meta["val"].dtype not in DTYPES or mm.meta["val"].dtype != x.meta["val"].dtype or not _fit(x, transposed):
         return None
-    return Layer(x, weight, mm, (transposed,), reshape)
+    return Layer(x, weight, bias, mm, (*before, transposed), reshape)
 
 
 def _scaled_layer(mm: Any, reshape: Node | None) -> Layer | None:
@@ -106,13 +121,29 @@ def _scaled_layer(mm: Any, reshape: Node | None) -> Layer | None:
         return None
     given = call.kwargs
     x, weight, scales = given["a"], given["b"], Scales(given["a_scales"], given["b_scales"])
-    if given.get("bias") is not None or scales.weight.op != "placeholder":
+    if scales.weight.op != "placeholder":
         return None
     if {node.meta["val"].dtype for node in (x, weight)} != {FP8} or mm.meta["val"].dtype not in DTYPES:
         return None
     if not _fit(x, weight) or not _are_of_rows(scales, weight.meta["val"].shape[1]):
         return None
-    return Layer(x, weight, mm, (call, given["out"]), reshape, scales)
+    return Layer(x, weight, given.get("bias"), mm, (call, given["out"]), reshape, scales)
+
+
+def _is_bias(layer: Layer) -> bool:
+    """Return whether llm_comm adds the bias of a layer. A layer without a bias is as good."""
+    bias: Any = layer.bias
+    if bias is None:
+        return True
+    if not isinstance(bias, Node) or bias.op != "placeholder":
+        return False
+    value: torch.Tensor = bias.meta["val"]
+    return (
+        value.dtype == layer.dtype
+        and value.dim() == 1
+        and _are(value.shape, layer.shape[:1])
+        and _are(value.stride(), (1,))
+    )
 
 
 def _fit(x: Node, transposed: Node) -> bool:

@@ -97,7 +97,7 @@ def _replace_with_norm(graph: torch.fx.Graph, pair: _Pair) -> None:
     layer, norm = pair
     with graph.inserting_before(norm):
         x = layer.x if layer.reshape is None else reshaped(graph, layer.x, layer.reshape)
-        operands = (x, layer.weight, *layer.scales_or_none, *norm.args[1:])
+        operands = (x, *layer.operands, *norm.args[1:])
         fused = graph.call_function(linear_all_reduce_add_rms_norm, operands)
     fused.meta.update(norm.meta)
     norm.replace_all_uses_with(fused)
@@ -178,9 +178,11 @@ def _replace_with_activation(graph: torch.fx.Graph, activation: Node, group: str
 
 def _alone(graph: torch.fx.Graph) -> Iterator[Layer]:
     """Layers whose results are not summed over ranks."""
-    for node in graph.nodes:
-        layer = None if node.target in RESHAPES else layer_of(node)
-        if layer is not None and not _is_summed(node):
+    found = {node: layer_of(node) for node in graph.nodes if node.target not in RESHAPES}
+    # A product to which a bias is added is no layer of its own.
+    products = {node for layer in found.values() if layer is not None for node in layer.before}
+    for node, layer in found.items():
+        if layer is not None and node not in products and not _is_summed(node):
             yield layer
 
 
@@ -191,7 +193,7 @@ def _is_summed(y: Node) -> bool:
 def _operands(layer: Layer, group: str) -> tuple[Any, ...]:
     """Of an operator of a layer."""
     out_dtype = None if layer.scales is None else layer.dtype
-    return layer.x, layer.weight, *layer.scales_or_none, out_dtype, group
+    return layer.x, *layer.operands, out_dtype, group
 
 
 def _replace(graph: torch.fx.Graph, layer: Layer, group: str) -> None:

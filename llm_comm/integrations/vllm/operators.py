@@ -9,8 +9,9 @@ declines goes by what the graph held before. It declines no norm in batch-invari
 
 A linear layer has ``x`` [..., inputs] and ``weight`` [outputs, inputs], bf16 or fp16. Of FP8 it has scales, and its
 operands are those of vLLM's ``cutlass_scaled_mm``: ``weight`` [inputs, outputs], the transpose of a contiguous tensor,
-``x_scale`` one number or [tokens, 1], ``weight_scale`` one or one for each output, both fp32. Weight and its scale are
-read before the kernels ahead have ended, so none of these may write them. No other rank takes part in a layer.
+``x_scale`` one number or [tokens, 1], ``weight_scale`` one or one for each output, both fp32. ``bias`` is [outputs], of
+the dtype of the result, or None. Weight, its scale and bias are read before the kernels ahead have ended, so none of
+these may write them. No other rank takes part in a layer.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from llm_comm.operations import fp8
 from llm_comm.operations.fp8 import FP8
 
 _Tensor = torch.Tensor
-_SCALES = "Tensor? x_scale, Tensor? weight_scale"
+_OPTIONAL = "Tensor? bias, Tensor? x_scale, Tensor? weight_scale"
 
 #: vLLM's quantization by groups of 128: numbers with which its layers call it, and llm_comm computes.
 EPS = 1e-10
@@ -201,25 +202,29 @@ class _Operands(NamedTuple):
     """Operands of a linear layer, in the order of the operators.
 
     Attributes:
-        x, weight, x_scale, weight_scale: See above.
+        x, weight, bias, x_scale, weight_scale: See above.
         out_dtype: Of the result of FP8; None: that of ``x``.
     """
 
     x: _Tensor
     weight: _Tensor
+    bias: _Tensor | None
     x_scale: _Tensor | None
     weight_scale: _Tensor | None
     out_dtype: torch.dtype | None
 
-    def as_ours(self) -> tuple[_Tensor, Any]:
-        """The weight, [outputs, inputs], and the scales as llm_comm takes them."""
-        return (self.weight, None) if self.x_scale is None else (self.weight.t(), (self.x_scale, self.weight_scale))
+    def as_ours(self) -> tuple[_Tensor, _Tensor | None, Any]:
+        """The weight, [outputs, inputs], the bias, and the scales as llm_comm takes them."""
+        if self.x_scale is None:
+            return self.weight, self.bias, None
+        return self.weight.t(), self.bias, (self.x_scale, self.weight_scale)
 
     def as_before(self) -> _Tensor:
         """The layer by what the graph held before."""
         if self.x_scale is None:
-            return torch.nn.functional.linear(self.x, self.weight)
-        result: _Tensor = _custom_ops.cutlass_scaled_mm(*self)
+            return torch.nn.functional.linear(self.x, self.weight, self.bias)
+        operands = self.x, self.weight, self.x_scale, self.weight_scale, self.out_dtype, self.bias
+        result: _Tensor = _custom_ops.cutlass_scaled_mm(*operands)
         return result
 
     def empty_result(self) -> _Tensor:
@@ -229,7 +234,7 @@ class _Operands(NamedTuple):
 
 
 def _linear(*arguments: Any) -> _Tensor:
-    """``x @ weight.T``, of ``_Operands`` and vLLM's name of the group whose communicator computes the layer.
+    """``x @ weight.T + bias``, of ``_Operands`` and vLLM's name of the group whose communicator computes the layer.
 
     Raises:
         ValueError: There is no such group (any more).
@@ -268,6 +273,7 @@ def _silu_and_mul(y: _Tensor) -> _Tensor:
 def _linear_all_reduce_add_rms_norm(
     x: _Tensor,
     weight: _Tensor,
+    bias: _Tensor | None,
     x_scale: _Tensor | None,
     weight_scale: _Tensor | None,
     residual: _Tensor | None,
@@ -280,7 +286,7 @@ def _linear_all_reduce_add_rms_norm(
     """The RMSNorm of (the sum of the layer's result over the group + ``residual``), and what was normed.
 
     Args:
-        x, weight, x_scale, weight_scale: See above, of this rank.
+        x, weight, bias, x_scale, weight_scale: See above, of this rank. A bias of the sum is that of one rank.
         residual: [..., outputs], the same on all ranks; None adds nothing.
         norm_weight: [outputs], of the dtype of the layer's result.
         epsilon, weight_bias, scale, group_name: As of ``all_reduce_add_rms_norm``.
@@ -290,10 +296,10 @@ def _linear_all_reduce_add_rms_norm(
     """
     communicator = find_group(group_name).device_communicator
     fused = getattr(communicator, "linear_all_reduce_add_rms_norm", None)
-    operands = _Operands(x, weight, x_scale, weight_scale, norm_weight.dtype)
-    ours, scales = operands.as_ours()
+    operands = _Operands(x, weight, bias, x_scale, weight_scale, norm_weight.dtype)
+    ours, *optional = operands.as_ours()
     norm = (residual, norm_weight, epsilon, weight_bias, scale)
-    result = None if fused is None else fused(x, ours, *norm, scales)
+    result = None if fused is None else fused(x, ours, *norm, *optional)
     if result is None:
         return _run(operands.as_before(), *norm, group_name)
     return result  # type: ignore[no-any-return]
@@ -311,11 +317,9 @@ def _fake_linear_silu_and_mul(*arguments: Any) -> _Tensor:
     return _fake_silu_and_mul(_fake_linear(*arguments))
 
 
-def _fake_linear_all_reduce_add_rms_norm(
-    x: _Tensor, weight: _Tensor, x_scale: Any, weight_scale: Any, residual: Any, norm_weight: _Tensor, *others: Any
-) -> tuple[_Tensor, _Tensor]:
-    *_, scale, _ = others
-    total = _Operands(x, weight, x_scale, weight_scale, norm_weight.dtype).empty_result()
+def _fake_linear_all_reduce_add_rms_norm(*operands: Any) -> tuple[_Tensor, _Tensor]:
+    x, weight, bias, x_scale, weight_scale, _, norm_weight, _, _, scale, _ = operands
+    total = _Operands(x, weight, bias, x_scale, weight_scale, norm_weight.dtype).empty_result()
     return torch.empty_like(total, dtype=total.dtype if scale is None else FP8), total
 
 
@@ -335,17 +339,17 @@ all_reduce_add_rms_norm_group_fp8 = define(
 )
 silu_and_mul = define("silu_and_mul(Tensor y) -> Tensor", _silu_and_mul, _fake_silu_and_mul)
 linear = define(
-    f"linear(Tensor x, Tensor weight, {_SCALES}, ScalarType? out_dtype, str group_name) -> Tensor",
+    f"linear(Tensor x, Tensor weight, {_OPTIONAL}, ScalarType? out_dtype, str group_name) -> Tensor",
     _linear,
     _fake_linear,
 )
 linear_silu_and_mul = define(
-    f"linear_silu_and_mul(Tensor x, Tensor weight, {_SCALES}, ScalarType? out_dtype, str group_name) -> Tensor",
+    f"linear_silu_and_mul(Tensor x, Tensor weight, {_OPTIONAL}, ScalarType? out_dtype, str group_name) -> Tensor",
     _linear_silu_and_mul,
     _fake_linear_silu_and_mul,
 )
 linear_all_reduce_add_rms_norm = define(
-    f"linear_all_reduce_add_rms_norm(Tensor x, Tensor weight, {_SCALES}, Tensor? residual, Tensor norm_weight, "
+    f"linear_all_reduce_add_rms_norm(Tensor x, Tensor weight, {_OPTIONAL}, Tensor? residual, Tensor norm_weight, "
     "float epsilon, float weight_bias, Tensor? scale, str group_name) -> (Tensor, Tensor)",
     _linear_all_reduce_add_rms_norm,
     _fake_linear_all_reduce_add_rms_norm,

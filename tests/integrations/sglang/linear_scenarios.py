@@ -147,9 +147,29 @@ def column_parallel_layers_are_computed_by_llm_comm() -> None:
         x = numbers((4, INPUTS))
         for other in (column_parallel(output_size=192), column_parallel(**of_one_rank())):
             close(other(x)[0], product(other, x))
-        with_bias = column_parallel(bias=True)
-        close(with_bias(x)[0], product(with_bias, x), with_bias.bias.double())
         assert len(calls) == 3, calls
+
+
+@scenario(LLM_COMM_FUSE_LINEAR="1")
+def a_bias_goes_with_its_layer() -> None:
+    with served() as (_, calls):
+        columns, rows = column_parallel(bias=True), row_parallel(bias=True)
+        x = numbers((4, INPUTS))
+        close(columns(x)[0], product(columns, x), columns.bias.double())
+        check(rows, (5, INPUTS // 2))  # whose bias rank 0 alone adds
+        assert calls == [4, 5], calls
+        weight, bias = columns.weight.data, columns.bias.data
+        assert torch.equal(columns(x)[0], ours("tp")._llm_comm.linear(x, weight, bias=bias))
+        calls.clear()
+        # In place of a parameter: someone may have just made that. And what nobody differentiates.
+        fetched = columns.quant_method.apply(columns, x, bias * 1)
+        with torch.enable_grad():
+            columns.bias.requires_grad_()
+            found = columns.quant_method.apply(columns, x, columns.bias)
+        assert found.requires_grad
+        for result in (fetched, found.detach()):
+            close(result, product(columns, x), bias.double())
+        assert not calls
 
 
 @scenario(LLM_COMM_FUSE_LINEAR="1")
@@ -177,10 +197,10 @@ def compiled_layers_are_computed_by_llm_comm_as_many_tokens_as_they_get() -> Non
             close(with_bias, product(layers[1], x * 2), layers[1].bias.double())
             close(of_odd_size, product(layers[2], x * 2))
             close(last, product(in_fp32, x))
-        assert calls == [4, 7]
+        assert calls == [4, 4, 7, 7]
         assert len(graphs) == 1, "traced anew"
         # The compiler sees all others.
-        assert str(graphs[0].graph).count("torch.ops.llm_comm_sglang.linear") == 1, graphs[0].graph
+        assert str(graphs[0].graph).count("torch.ops.llm_comm_sglang.linear") == 2, graphs[0].graph
 
 
 @scenario(LLM_COMM_FUSE_LINEAR="1")
@@ -191,8 +211,8 @@ def what_llm_comm_does_not_serve_is_left_to_sglang() -> None:
         with mock.patch.object(SIZES, "attn_tp_size", 1):
             elsewhere = row_parallel()
         for layer in (
-            row_parallel(bias=True),
             row_parallel(params_dtype=torch.float32),
+            row_parallel(params_dtype=torch.float32, bias=True),
             row_parallel(input_size=192),
             row_parallel(output_size=96),
             elsewhere,

@@ -104,8 +104,10 @@ def layers_are_computed_by_llm_comm() -> None:
             for shape in ((1, INPUTS), (64, INPUTS), (2, 3, INPUTS)):
                 layer.check(numbers(shape, dtype))
                 assert not _theirs
+            layer.check(numbers((3, INPUTS), dtype), bias=nn.Parameter(torch.ones(OUTPUTS, dtype=dtype)))
+            assert not _theirs
         layer.check(numbers((4, INPUTS)), input_scale=torch.tensor([0.01]))
-        assert calls == [1, 64, 6, 1, 64, 6, 4], calls
+        assert calls == [1, 64, 6, 3, 1, 64, 6, 3, 4], calls
         said = f"first linear layer computed by llm_comm (2 ranks, shape (1, {INPUTS}), weight ({OUTPUTS}, {INPUTS}))"
         assert len(log.having(said)) == (dist_rank() == 0)
         x = numbers((5, INPUTS))
@@ -122,7 +124,7 @@ def what_llm_comm_does_not_serve_is_left_to_sglang() -> None:
         fetched = Layer()
         fetched.weight = fetched.weight.detach()  # from the host, for a pass
         for other, given, options in (
-            (layer, x, {"bias": bias}),
+            (layer, x, {"bias": bias}),  # no parameter: someone may have just made it
             (layer, numbers((65, INPUTS)), {}),
             (Layer(outputs=96), x, {}),
             (Layer(inputs=192), numbers((4, 192)), {}),

@@ -16,6 +16,7 @@ from compiler_harness import HIDDEN, Compiler, Model, compiler, compiler_config,
 from linear_scenarios import COLUMN_PASS, LINEAR_PASS, expect_no_linear, linear_layer, use_table
 from rank_processes import data, dist_rank, scenario
 from scenarios import parallel_state, tensor_model_parallel_all_reduce
+from torch._inductor.fx_passes import post_grad
 from vllm.compilation.passes.inductor_pass import pass_context
 from vllm.config import VllmConfig, set_current_vllm_config
 from vllm.config.utils import Range
@@ -101,6 +102,64 @@ def check_results(vllm: Compiler, dtype: torch.dtype) -> None:
     torch.testing.assert_close(activated.double(), F.silu(gate) * up, rtol=rounding, atol=1e-6)
 
 
+@scenario(LLM_COMM_FUSE_LINEAR="1")
+def a_bias_goes_with_its_layer() -> None:
+    with compiler() as vllm:
+        qkv, gate_up, silu_and_mul = column_layer(bias=True), gate_up_layer(bias=True), SiluAndMul()
+        in_fp32, halves = torch.arange(OUTPUTS).float(), column_layer(bias=True)
+
+        def model(x: torch.Tensor) -> Any:
+            return (
+                qkv(x),
+                qkv((x * 2).unsqueeze(0)),
+                silu_and_mul(gate_up(x * 3)),
+                silu_and_mul(gate_up((x * 4).unsqueeze(0))),
+                # As inductor writes it on GPUs before pointwise operators.
+                halves.bias + x @ halves.weight.t(),
+                silu_and_mul(x @ gate_up.weight.t() + gate_up.bias),
+                # Of this the layer alone is llm_comm's, without bias.
+                x @ halves.weight.t() + in_fp32,
+            )
+
+        expect_columns(vllm, model, linear=4, silu=3)
+        torch.manual_seed(7 + dist_rank())
+        for layer in (qkv, gate_up):
+            layer.weight.data = torch.randn(layer.weight.shape).bfloat16()
+        x = torch.randn(5, HIDDEN).bfloat16()
+        plain, _, activated, _, _, written, alone = vllm.trace(model, 64)(x)
+        ours = parallel_state.get_tp_group().device_communicator._llm_comm
+        assert torch.equal(plain, ours.linear(x, qkv.weight.data, bias=qkv.bias.data))
+        weight, bias = gate_up.weight.data, gate_up.bias.data
+        assert torch.equal(activated, ours.linear_silu_and_mul(x * 3, weight, bias=bias))
+        assert torch.equal(written, ours.linear_silu_and_mul(x, weight, bias=bias))
+        assert torch.equal(alone, ours.linear(x, halves.weight.data) + in_fp32)
+
+
+@scenario(LLM_COMM_FUSE_LINEAR="1")
+def a_bias_that_inductor_has_taken_apart_goes_with_its_layer() -> None:
+    """Through inductor, as on a GPU with older versions of torch, before pointwise operators."""
+    with compiler(compiler_config(norms_by="native")) as vllm:
+        from llm_comm.integrations.vllm import linear_passes  # needs vLLM's compiler, set up
+
+        gate_up, silu_and_mul = gate_up_layer(bias=True), SiluAndMul()
+        targets: list[Any] = []
+
+        def model(x: torch.Tensor) -> Any:
+            return silu_and_mul(gate_up(x * 2))
+
+        with (
+            mock.patch.object(post_grad, "is_gpu", return_value=True),
+            torch._inductor.config.patch(keep_addmm_fused_for_half_dtypes=False),
+            mock.patch.object(
+                linear_passes, "_replace_with_activation", wraps=linear_passes._replace_with_activation
+            ) as replace,
+        ):
+            replace.side_effect = lambda _, node, __: targets.append(node.args[0].target) or mock.DEFAULT
+            vllm.check(vllm.compile(model), model)
+        assert targets == [torch.ops.aten.add.Tensor], targets
+        assert [name for name, *_ in vllm.column_calls] == ["linear_silu_and_mul"], vllm.column_calls
+
+
 @scenario()
 def a_table_says_which_layers_and_batches() -> None:
     """Through inductor, as for a model: one graph for the batches that the table prefers, and one for larger ones."""
@@ -153,13 +212,12 @@ def layers_that_llm_comm_does_not_compute_are_left_alone() -> None:
     with compiler() as vllm:
         layer, with_bias, odd = column_layer(), column_layer(bias=True), column_layer(96)
         transposed, wide = column_layer(HIDDEN), column_layer(dtype=torch.float32)
-        with_bias.bias.data.copy_(torch.arange(OUTPUTS))
+        bias, one = with_bias.bias, torch.ones(1, dtype=torch.bfloat16)
         transposed.weight.data = transposed.weight.data.t()
 
         def model(x: torch.Tensor) -> Any:
             whole = torch.cat([x, x], -1)
             return (
-                with_bias(x),
                 odd(x),
                 transposed(x),
                 wide(x.float()),
@@ -167,6 +225,11 @@ def layers_that_llm_comm_does_not_compute_are_left_alone() -> None:
                 # A weight that a kernel ahead has written, and rows that lie apart.
                 F.linear(x, layer.weight * 2),
                 layer(whole[:, :HIDDEN]),
+                # A bias that a kernel ahead has written, one for all outputs, and factors.
+                F.linear(x, layer.weight, bias * 2),
+                F.linear(x, layer.weight, one),
+                torch.addmm(bias, x, layer.weight.t(), alpha=2),
+                torch.addmm(bias, x, layer.weight.t(), beta=2),
             )
 
         expect_columns(vllm, model, linear=0)
@@ -259,7 +322,7 @@ def what_is_declined_is_computed_all_the_same() -> None:
         vllm.column_calls.clear()
         x, operators = data((8, HIDDEN)), torch.ops.llm_comm_vllm
         given = [t.clone() for t in (x, qkv.weight, gate_up.weight)]
-        plain = (None, None, None, "tp:0")  # without scales
+        plain = (None, None, None, None, "tp:0")  # without bias and scales
         want = operators.linear(x, qkv.weight, *plain), operators.linear_silu_and_mul(x, gate_up.weight, *plain)
         assert len(vllm.column_calls) == 2
         for t, before in zip((x, qkv.weight, gate_up.weight), given, strict=True):
@@ -342,15 +405,17 @@ def column_layer(
     return with_whole_numbers(layer)
 
 
-def gate_up_layer(dtype: torch.dtype = torch.bfloat16) -> MergedColumnParallelLinear:
+def gate_up_layer(dtype: torch.dtype = torch.bfloat16, bias: bool = False) -> MergedColumnParallelLinear:
     outputs = parallel_state.get_tp_group().world_size * OUTPUTS
-    layer = MergedColumnParallelLinear(HIDDEN, [outputs] * 2, params_dtype=dtype, bias=False, return_bias=False)
+    layer = MergedColumnParallelLinear(HIDDEN, [outputs] * 2, params_dtype=dtype, bias=bias, return_bias=False)
     return with_whole_numbers(layer)
 
 
 def with_whole_numbers(layer: Any) -> Any:
     torch.manual_seed(dist_rank())
     layer.weight.data = torch.randint(-1, 2, layer.weight.shape).to(layer.weight.dtype)
+    if layer.bias is not None:
+        layer.bias.data = torch.randint(-9, 10, layer.bias.shape).to(layer.bias.dtype)
     return layer
 
 

@@ -263,13 +263,22 @@ def a_bias_is_added_by_the_rank_that_has_it() -> None:
     with compiler() as vllm:
         layer = linear_layer(bias=True)
         layer.bias.data.copy_(torch.arange(HIDDEN))
-        (norm,) = norms(1e-5)
+        norm, other = norms(1e-5, 1e-6)
 
         def model(x: torch.Tensor) -> Any:
-            return norm(layer(wide(x)), x * 1)
+            normed, residual = norm(layer(wide(x)), x * 1)
+            # A bias that a kernel ahead has written leaves the layer to vLLM, on this rank alone.
+            bias = layer.bias * 2 if dist_rank() == 0 else None
+            total = tensor_model_parallel_all_reduce(F.linear(wide(x), layer.weight, bias))
+            return normed, *other(total, residual)
 
         is_rank_0 = dist_rank() == 0
-        expect_linear(vllm, model, fused=not is_rank_0, norms_alone=is_rank_0)
+        expect_linear(vllm, model, fused=2 - is_rank_0, norms_alone=is_rank_0)
+        x, ours = data((5, HIDDEN)), parallel_state.get_tp_group().device_communicator._llm_comm
+        normed, *_ = vllm.trace(model, 64)(x)
+        bias = layer.bias.data if is_rank_0 else None
+        weights = layer.weight.data, x, norm.weight.data
+        assert torch.equal(normed, ours.linear_all_reduce_add_rms_norm(wide(x), *weights, 1e-5, bias=bias)[0])
 
 
 @scenario(world=4, LLM_COMM_FUSE_LINEAR="1")
@@ -309,19 +318,19 @@ def what_is_declined_is_computed_and_reduced_all_the_same() -> None:
         operator = torch.ops.llm_comm_vllm.linear_all_reduce_add_rms_norm
         x, residual = wide(data((8, HIDDEN))), torch.ones(8, HIDDEN, dtype=torch.bfloat16)
         given = [t.clone() for t in (x, layer.weight, residual)]
-        want = operator(x, layer.weight, None, None, residual, norm.weight, 1e-5, 0.0, None, "tp:0")
+        want = operator(x, layer.weight, None, None, None, residual, norm.weight, 1e-5, 0.0, None, "tp:0")
         assert len(vllm.linear_calls) == 3
         for t, before in zip((x, layer.weight, residual), given, strict=True):
             assert torch.equal(t, before), "an input of the operator was changed"
         # A weight that begins at an odd place is read by torch. The other rank goes on as ever.
         shifted = torch.empty(layer.weight.numel() + 1, dtype=torch.bfloat16)[1:].view_as(layer.weight)
         weight = shifted.copy_(layer.weight) if dist_rank() == 1 else layer.weight
-        got = operator(x, weight, None, None, residual, norm.weight, 1e-5, 0.0, None, "tp:0")
+        got = operator(x, weight, None, None, None, residual, norm.weight, 1e-5, 0.0, None, "tp:0")
         assert all(map(torch.equal, got, want))
         assert len(vllm.linear_calls) == 3 + (dist_rank() == 0)
         # A residual that lies apart is declined by all.
         apart = torch.ones(8, HIDDEN + 8, dtype=torch.bfloat16)[:, :HIDDEN]
-        got = operator(x, layer.weight, None, None, apart, norm.weight, 1e-5, 0.0, None, "tp:0")
+        got = operator(x, layer.weight, None, None, None, apart, norm.weight, 1e-5, 0.0, None, "tp:0")
         assert torch.equal(got[1], want[1])
         # Without a communicator of llm_comm, the graph is as right.
         parallel_state.get_tp_group().device_communicator._llm_comm = None

@@ -134,14 +134,22 @@ def layers_split_by_columns_become_operators() -> None:
     with compiler(with_model(compiler_config(norms_by="native"))) as vllm:
         qkv, gate_up = ScaledLayer(outputs=OUTPUTS), ScaledLayer(outputs=2 * OUTPUTS, per_channel=False)
         silu_and_mul = SiluAndMul()
+        bias, both = torch.arange(OUTPUTS).to(BF16), torch.arange(2 * OUTPUTS).to(BF16)
 
         def model(x: torch.Tensor) -> Any:
-            return qkv(wide(x)), silu_and_mul(gate_up(wide(x)) * 2), silu_and_mul(gate_up(wide(x * 2)))
+            return (
+                qkv(wide(x)),
+                silu_and_mul(gate_up(wide(x)) * 2),
+                silu_and_mul(gate_up(wide(x * 2))),
+                qkv(wide(x * 3), bias),
+                silu_and_mul(gate_up(wide(x * 4), both)),
+            )
 
-        expect(vllm, model, Expected(columns=3))
+        expect(vllm, model, Expected(columns=5))
         called = [(name, weight) for name, _, weight in vllm.column_calls]
         gate_up_weight = (2 * OUTPUTS, INPUTS)
         wanted = [("linear", (OUTPUTS, INPUTS)), ("linear", gate_up_weight), ("linear_silu_and_mul", gate_up_weight)]
+        wanted += [wanted[0], wanted[2]]
         assert sorted(called) == sorted(wanted), called
 
 
@@ -153,11 +161,18 @@ def results_are_those_of_llm_comm() -> None:
             norm.weight.data = norm.weight.data.to(dtype)
             x = data((5, HIDDEN)).to(dtype)
 
-            def model(x: torch.Tensor, layer: Any = layer, norm: Any = norm) -> Any:
-                return *norm(summed(layer, wide(x)), x * 1), layer(wide(x * 2))
+            bias = torch.arange(HIDDEN).to(dtype)
 
-            through = vllm.compile if dtype == BF16 else vllm.trace  # inductor once, as it takes seconds
-            normed, residual, alone = through(model)(x)
+            def model(x: torch.Tensor, layer: Any = layer, norm: Any = norm, bias: Any = bias) -> Any:
+                of_rank_0 = layer(wide(x * 3), bias if dist_rank() == 0 else None)
+                biased = norm(tensor_model_parallel_all_reduce(of_rank_0), x * 2)
+                return *norm(summed(layer, wide(x)), x * 1), layer(wide(x * 2)), *biased
+
+            vllm.linear_calls.clear()
+            # Inductor once, as it takes seconds.
+            compiled = vllm.compile(model) if dtype == BF16 else vllm.trace(model, 64)
+            normed, residual, alone, *biased = compiled(x)
+            assert len(vllm.linear_calls) == 2
             ours = parallel_state.get_tp_group().device_communicator._llm_comm
 
             def arguments(x: torch.Tensor, layer: Any = layer) -> tuple[Any, Any, dict[str, Any]]:
@@ -170,6 +185,10 @@ def results_are_those_of_llm_comm() -> None:
             assert torch.equal(residual, one_by_one[1])
             x8, weight, scales = arguments(x * 2)
             assert torch.equal(alone, ours.linear(x8, weight, **scales, out_dtype=dtype))
+            x8, weight, scales = arguments(x * 3)
+            scales["bias"] = bias if dist_rank() == 0 else None
+            one_by_one = ours.linear_all_reduce_add_rms_norm(x8, weight, x * 2, norm.weight, 1e-5, **scales)
+            assert all(map(torch.equal, biased, one_by_one))
 
 
 @scenario()
@@ -208,7 +227,7 @@ def layers_that_llm_comm_does_not_compute_are_left_alone() -> None:
         def model(x: torch.Tensor) -> Any:
             x8, scale = layer.quantized(wide(x))
             return (
-                of(layer(wide(x), bias), x * 1, 0),
+                of(layer(wide(x), bias * 2), x * 1, 0),  # which a kernel ahead has written
                 of(odd(wide(x)[:, :96] * 1), x * 2, 1),
                 of(in_rows(wide(x)), x * 3, 2),
                 # Scales of the weight that a kernel ahead has made, and a weight.
