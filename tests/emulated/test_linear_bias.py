@@ -381,7 +381,7 @@ def check_operators() -> None:
             given = operator(X, weight, bias, None, None, None, comm.name)
             assert_bitwise_equal(given, getattr(comm, name)(X, weight, bias=bias), name)
         norm = torch.ops.llm_comm.linear_all_reduce_add_rms_norm.default
-        torch.library.opcheck(norm, (X, WEIGHT, RESIDUAL, NORM, BIAS, None, None, EPS, comm.name))
+        torch.library.opcheck(norm, (X, WEIGHT, RESIDUAL, NORM, BIAS, None, None, EPS, 0.0, comm.name))
         with FakeTensorMode(allow_non_fake_inputs=True):
             fake = torch.empty(3, INPUTS, dtype=torch.bfloat16)
             assert comm.linear(fake, WEIGHT, bias=BIAS).shape == (3, OUTPUTS)

@@ -358,7 +358,7 @@ OTHERS = {"channels"}
 #: Whoever asks for the address of a tensor hands its memory on, past torch: each has the guard or is behind it.
 KNOW_ADDRESSES = {
     "arrays.py",  # compares it with an interface's
-    "bench/linear_arms.py",
+    "bench/layer_chains.py",
     "emulated.py",  # in a text
     "integrations/linear.py",  # alignment of a weight
     "nodes/*.py",  # run behind the operations of nodes
