@@ -54,7 +54,7 @@ def report(name: str, ranks: int, options: EngineOptions) -> dict[str, str]:
     if options.fuse_linear == "auto":
         lines["linear layers"] = "those that are faster than the engine's: by the tuning table, or as measured at start"
     for layer in layers_of(model, ranks):
-        lines[layer.name] = _verdict(layer, tables, options)
+        lines[layer.name] = _verdict(layer, model.is_activated_in_sglang, tables, options)
     return lines
 
 
@@ -69,10 +69,15 @@ def _tables(ranks: int, options: EngineOptions) -> Iterator[tuple[str, tuple[Tun
         yield name, (find_table(name, ranks, sm_count, options, capability), limits)
 
 
-def _verdict(layer: Layer, tables: Mapping[str, tuple[TuningTable, _core.Limits]], options: EngineOptions) -> str:
+def _verdict(
+    layer: Layer,
+    is_activated_in_sglang: bool,
+    tables: Mapping[str, tuple[TuningTable, _core.Limits]],
+    options: EngineOptions,
+) -> str:
     shape = f"{layer.outputs} x {layer.inputs}"
     if "silu" in layer.operation:
-        shape += ", with silu-and-mul in vLLM"
+        shape += ", with silu-and-mul" + " in vLLM" * (not is_activated_in_sglang)
     if layer.why_not:
         return f"{shape}: the engine's: {layer.why_not}"
     if options.fuse_linear != "auto":

@@ -24,6 +24,9 @@ _OF_GEMMA_3 = {
     "rms_norm_eps": 1e-6,
     "hidden_activation": "gelu_pytorch_tanh",
 }
+#: Of ``model_type``: models whose MLP in SGLang is ``LlamaMLP`` or ``Qwen2MLP``, which llm_comm hooks
+#: (``integrations/sglang/gated_mlps.py``).
+_ACTIVATED_IN_SGLANG = ("llama", "mistral", "phi3", "qwen2", "qwen3")
 
 
 class Model(NamedTuple):
@@ -47,6 +50,11 @@ class Model(NamedTuple):
     is_fp8: bool
     experts: int
     has_latent_attention: bool
+
+    @property
+    def is_activated_in_sglang(self) -> bool:
+        """Whether SGLang may compute gate and up with silu-and-mul, where that is the activation; vLLM always may."""
+        return self.kind in _ACTIVATED_IN_SGLANG and not self.is_fp8
 
 
 class Layer(NamedTuple):

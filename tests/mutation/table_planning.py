@@ -16,6 +16,8 @@ CONFIG = "llm_comm/config.py"
 VERDICTS = "llm_comm/cli/engine_verdicts.py"
 DESCRIPTIONS = "llm_comm/integrations/descriptions.py"
 JOINING = "llm_comm/integrations/joining.py"
+MODELS = "llm_comm/planning/models.py"
+MODEL_VERDICTS = "llm_comm/cli/model_verdicts.py"
 
 SHAPES = "tests/unit/test_selection.py"
 FUSED_SHAPES = "tests/unit/test_fused_selection.py"
@@ -24,6 +26,7 @@ OF_LAYERS = "tests/unit/test_layer_tables.py"
 OF_HOSTILE = "tests/unit/test_hostile_files.py"
 OF_VERDICTS = "tests/unit/test_engine_verdicts.py"
 OF_CONFIG = "tests/unit/test_config.py"
+OF_MODELS = "tests/unit/test_doctor_model.py"
 
 PLANNING: tuple[Mutant, ...] = (
     python(
@@ -298,5 +301,26 @@ PLANNING: tuple[Mutant, ...] = (
         "if len(texts) == names.size and",
         "if",
         "tests/unit/test_integration_words.py",
+    ),
+    python(
+        "MLPs that are not known have silu-and-mul in SGLang",
+        MODELS,
+        "return self.kind in _ACTIVATED_IN_SGLANG and not self.is_fp8",
+        "return not self.is_fp8",
+        OF_MODELS,
+    ),
+    python(
+        "layers of FP8 have silu-and-mul in SGLang",
+        MODELS,
+        "return self.kind in _ACTIVATED_IN_SGLANG and not self.is_fp8",
+        "return self.kind in _ACTIVATED_IN_SGLANG",
+        OF_MODELS,
+    ),
+    python(
+        "silu-and-mul of both engines is said to be vLLM's",
+        MODEL_VERDICTS,
+        '" in vLLM" * (not is_activated_in_sglang)',
+        '" in vLLM"',
+        OF_MODELS,
     ),
 )

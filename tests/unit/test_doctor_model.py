@@ -44,7 +44,7 @@ def test_a_model_of_which_a_table_has_layers() -> None:
     assert found["norms"] == "fused with the all-reduce before them"
     assert found["o_proj"] == f"8192 x 1024: served up to 64 tokens on {H100}, served up to 16 tokens on {H200}"
     assert found["qkv_proj"] == f"1280 x 8192: served up to 32 tokens on {H100}, measured at start on {H200}"
-    assert found["gate_up_proj"].startswith("3584 x 8192, with silu-and-mul in vLLM: served up to 64 tokens")
+    assert found["gate_up_proj"].startswith("3584 x 8192, with silu-and-mul: served up to 64 tokens")
     assert list(found) == ["model", "all-reduce", "norms", "linear layers", *LAYERS]
 
 
@@ -77,6 +77,12 @@ def test_a_model_that_no_table_has(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         ({"model_type": "gemma2"}, "down_proj", "4096 x 7168: measured"),
         ({"model_type": "gemma2", "hidden_act": "gelu"}, "gate_up_proj", "14336 x 4096: measured"),
         ({"rms_norm_eps": None}, "down_proj", "the engine's: the norm behind its sum is not fused"),
+        ({"model_type": "glm4"}, "gate_up_proj", "7168 x 4096, with silu-and-mul in vLLM: measured"),
+        (
+            {"quantization_config": {"quant_method": "fp8"}},
+            "gate_up_proj",
+            "7168 x 4096, with silu-and-mul in vLLM: measured",
+        ),
         ({"rms_norm_eps": None}, "norms", "not fused: they are no RMSNorm"),
         ({"rms_norm_eps": None}, "up_proj", "7168 x 4096: measured"),
         ({"hidden_size": 32768}, "norms", "not fused: rows of 32768 are longer than 16384"),

@@ -36,6 +36,7 @@ from llm_comm.integrations.engine_config import options_of
 from llm_comm.integrations.linear import (
     FIRST_INVARIANT_LINEAR,
     FIRST_LINEAR,
+    FIRST_LINEAR_SILU_AND_MUL,
     LINEAR_AT_EVERY_SIZE,
     Scales,
     about_linear,
@@ -236,8 +237,10 @@ def _set_up_linears(group: Any, communicator: Communicator) -> str:
     if why_not is None:
         why_not = joining.objection_of_any(group.cpu_group, _attempt_linears(), "linear layers")
     if why_not is None:
+        # By each rank alone, like FP8: no other takes part in a layer.
+        activates = TABLE.attempt(seams.SILU_AND_MUL) is None
         model = _model()
-        layers = () if model is None else layers_of(model, group.world_size, with_activation=False)
+        layers = () if model is None else layers_of(model, group.world_size, activates and model.is_activated_in_sglang)
         found = layer_tuning.tune(communicator, group.cpu_group, layers, logger)
         why_not = why_not_preferred(communicator)
     if why_not is None:
@@ -449,8 +452,12 @@ class LlmCommAllReduce:
         options = {**optional_operands(bias, scales), "out_dtype": out_dtype}
         return self._try_linear(Communicator.try_linear, x, weight, FIRST_LINEAR, **options)
 
+    def linear_silu_and_mul(self, x: torch.Tensor, gate_up_weight: torch.Tensor) -> torch.Tensor | None:
+        """``silu(x @ gate.T) * (x @ up.T)`` of this rank by llm_comm, as ``linear``: None if it declines."""
+        return self._try_linear(Communicator.try_linear_silu_and_mul, x, gate_up_weight, FIRST_LINEAR_SILU_AND_MUL)
+
     def linear_of_any_batch(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor | None:
-        """The same of a layer that ``takes_all_batches_of`` takes; None once llm_comm has left the group."""
+        """``linear`` of a layer that ``takes_all_batches_of`` takes; None once llm_comm has left the group."""
         return self._try_linear(linear_of_any_batch, x, weight, FIRST_INVARIANT_LINEAR)
 
     def _try_linear(self, *arguments: Any, **options: Any) -> torch.Tensor | None:

@@ -8,6 +8,7 @@ the matrix is multiplied; either is the next kernel, and begins early too.
 
 Two methods of ``UnquantizedLinearMethod`` are hooked. ``create_weights`` marks a layer that is of the kind, once, so
 that compiled graphs know; ``apply`` asks llm_comm for marked layers, and goes SGLang's way where that declines.
+A second mark is for gate and up with silu-and-mul (``gated_mlps.py``).
 A layer takes no other rank: nothing would wait if ranks chose differently. They do not: the mark depends on the layer's
 shape, the options and the table, which ranks have compared.
 
@@ -90,7 +91,9 @@ def activate() -> None:
 def create_weights(theirs: Any, method: Any, layer: Any, *args: Any, **kwargs: Any) -> None:
     theirs(method, layer, *args, **kwargs)
     # Kept with the layer: its forward may be compiled.
-    layer.llm_comm_computes = State.is_active and State.computes_linears and _is_of_the_kind(layer) and _wants(layer)
+    may_compute = State.is_active and State.computes_linears and _is_of_the_kind(layer)
+    layer.llm_comm_computes = may_compute and _wants(layer)
+    layer.llm_comm_activates = may_compute and _is_gate_and_up(layer) and _wants(layer, silu_and_mul=True)
 
 
 def _is_of_the_kind(layer: Any) -> bool:
@@ -102,13 +105,20 @@ def _is_of_the_kind(layer: Any) -> bool:
     return isinstance(layer, _SGLang.row_parallel) and not layer.use_dp_attention_reduce
 
 
-def _wants(layer: Any) -> bool:
-    """Whether llm_comm is to compute ``layer`` for some number of tokens."""
+def _is_gate_and_up(layer: Any) -> bool:
+    """Return whether ``layer`` has two outputs of one size. That they are gate and up, only its MLP knows."""
+    sizes: Any = getattr(layer, "output_sizes", ())
+    return len(sizes) == 2 and sizes[0] == sizes[1] and not layer.gather_output
+
+
+def _wants(layer: Any, silu_and_mul: bool = False) -> bool:
+    """Return whether llm_comm is to compute ``layer``, alone or with silu-and-mul, for some number of tokens."""
     communicator = getattr(State.group.ca_comm, "communicator", None)
     if communicator is None or layer.weight.dtype not in (torch.bfloat16, torch.float16):
         return False
-    outputs, inputs = layer.weight.shape
-    if not prefers_some(communicator, outputs, inputs, communicator.max_preferred_tokens):
+    rows, inputs = layer.weight.shape
+    outputs = rows // 2 if silu_and_mul else rows
+    if not prefers_some(communicator, outputs, inputs, communicator.max_preferred_tokens, silu_and_mul):
         return False
     backend = _their_backend()
     if communicator.config.fuse_linear == "auto" and backend not in _CUBLAS:
@@ -148,7 +158,7 @@ def apply(theirs: Any, method: Any, layer: Any, x: torch.Tensor, bias: torch.Ten
         # Not a tensor in its place: someone may have just made that.
         if type(weight) is torch.nn.Parameter and type(bias) in _BIASES:
             if not torch.compiler.is_compiling():
-                result = _by_llm_comm(x, weight, bias)
+                result = by_llm_comm("linear", x, weight, bias)
                 if result is not None:
                     return result
             elif not (torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (x, weight, bias))):
@@ -156,17 +166,17 @@ def apply(theirs: Any, method: Any, layer: Any, x: torch.Tensor, bias: torch.Ten
     return theirs(method, layer, x, bias)
 
 
-def _by_llm_comm(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor | None:
-    """By llm_comm, in a new tensor; None if it declines, or has left the group."""
+def by_llm_comm(operation: str, *operands: torch.Tensor | None) -> torch.Tensor | None:
+    """By the method ``operation`` of llm_comm, in a new tensor; None if it declines, or has left the group."""
     group = State.group
-    linear = None if group is None else getattr(group.ca_comm, "linear", None)
-    result: torch.Tensor | None = None if linear is None else linear(x, weight, bias)
+    compute = None if group is None else getattr(group.ca_comm, operation, None)
+    result: torch.Tensor | None = None if compute is None else compute(*operands)
     return result
 
 
 def _linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
     """The operator of compiled graphs."""
-    result = _by_llm_comm(x, weight, bias)
+    result = by_llm_comm("linear", x, weight, bias)
     if result is None:
         # A layer without our mark: SGLang's own kernels.
         result = _SGLang.unquantized.UnquantizedLinearMethod().apply(SimpleNamespace(weight=weight), x, bias)

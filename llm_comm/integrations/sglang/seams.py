@@ -16,6 +16,7 @@ THEIR_FUSION = "notice of FlashInfer's fused norms"
 NORMS = "fused norms"
 LINEAR = "linear layers"
 FP8 = "linear layers of FP8"
+SILU_AND_MUL = "gate and up with silu-and-mul"
 INVARIANT_LINEAR = "batch-invariant linear layers"
 
 #: The loss without a feature.
@@ -27,6 +28,7 @@ LOST = {
     NORMS: "All-reduces are fused with norms only where SGLang does so by itself",
     LINEAR: "Linear layers are SGLang's",
     FP8: "Linear layers of FP8 are SGLang's",
+    SILU_AND_MUL: "Silu-and-mul of MLPs is SGLang's",
     INVARIANT_LINEAR: "Linear layers are SGLang's",
 }
 
@@ -39,6 +41,7 @@ _BOUNDARY = "sglang.srt.layers.communicator:LayerCommunicator"
 _UNQUANTIZED = "sglang.srt.layers.quantization.unquant"
 _LINEAR = "sglang.srt.layers.linear"
 _LLAMA = "sglang.srt.models.llama"
+_QWEN2 = "sglang.srt.models.qwen2"
 _QWEN3 = "sglang.srt.models.qwen3"
 _CONTEXT = "sglang.srt.runtime_context"
 
@@ -184,6 +187,15 @@ ROWS = (
         FP8_KERNEL,
         patch=f"{_OURS}.linear:around_fp8_scaled_mm",
     ),
+    # MLPs whose gate and up are one layer. The hooks pass over the forward of that layer and of the activation.
+    Row(SILU_AND_MUL, f"{_LLAMA}:LlamaMLP.forward", patch=f"{_OURS}.gated_mlps:around_llama_mlp"),
+    Row(SILU_AND_MUL, f"{_QWEN2}:Qwen2MLP.forward", patch=f"{_OURS}.gated_mlps:around_qwen2_mlp"),
+    *digest_rows(
+        SILU_AND_MUL,
+        f"{_LINEAR}:ColumnParallelLinear.forward",
+        "sglang.srt.layers.activation:SiluAndMul.forward_cuda",
+    ),
+    *named_rows(SILU_AND_MUL, f"{_CONTEXT}:get_forward"),
     # Linear layers in deterministic mode.
     Row(
         INVARIANT_LINEAR,
@@ -208,4 +220,5 @@ def _install(symbol: str, patch: Callable[..., Any]) -> None:
         raise RuntimeError(f"{target} cannot be hooked")
 
 
-TABLE = Table("SGLang", "sglang", ROWS, LOST, Path(__file__).with_name("digests.json"), _install)
+NEEDS = {FP8: LINEAR, SILU_AND_MUL: LINEAR}
+TABLE = Table("SGLang", "sglang", ROWS, LOST, Path(__file__).with_name("digests.json"), _install, NEEDS)

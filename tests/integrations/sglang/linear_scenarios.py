@@ -21,13 +21,16 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from fusion_scenarios import SIZES, empty_package, excerpt, layernorm, names_in, no, server, source_of
+from fusion_scenarios import SIZES, Norm, empty_package, excerpt, layernorm, names_in, no, server, source_of
+from lost_seams import lose
 from rank_processes import Log, dist_rank, scenario, serve, shared_directory
 from scenarios import distributed, group, load_plugins, make_groups, ours, sglang_groups
 from torch import nn
 
 from llm_comm.config import Config
+from llm_comm.integrations import layer_tuning
 from llm_comm.integrations.layer_tuning import LayerBench
+from llm_comm.integrations.sglang import seams
 from llm_comm.planning.catalogue import find_table, table_text
 from llm_comm.planning.layers import LayerRow
 
@@ -61,6 +64,9 @@ def parallel_of_layers() -> Any:
     return SimpleNamespace(**{**vars(SIZES), "tp_rank": dist_rank()}, tp_group=group("tp"), attn_tp_group=group("tp"))
 
 
+FORWARD = SimpleNamespace(sp_active=False)
+
+
 def make_layers() -> Any:
     # Since 0.5.22 a layer has its group.
     groups = {"ReplicatedParallelGroup", "_LogicalGroup", "_ReplicatedGroup", "_resolve_linear_group"}
@@ -72,13 +78,14 @@ def make_layers() -> Any:
         "LinearBase",
         "RowParallelLinear",
         "ColumnParallelLinear",
+        "MergedColumnParallelLinear",
         *groups,
         **{name: getattr(distributed_package, name) for name in names},
         msgspec=importlib.import_module("msgspec"),
         get_group_rank_size=lambda group: (0, 1) if group is None else (group.rank_in_group, group.world_size),
         get_tp_group=lambda: group("tp"),
         get_parallel=parallel_of_layers,
-        get_forward=lambda: SimpleNamespace(sp_active=False),
+        get_forward=lambda: FORWARD,
         use_symmetric_memory=lambda *_, **__: nullcontext(),
         is_allocation_symmetric=no,
         should_skip_mlp_all_reduce=no,
@@ -90,14 +97,44 @@ def make_layers() -> Any:
     )
 
 
-unquantized, linear = make_unquantized(), make_layers()
+def make_activation() -> Any:
+    return excerpt(
+        "sglang.srt.layers.activation",
+        "SiluAndMul",
+        F=F,
+        publish_role=no,  # since 0.5.21
+        get_exec=not_on_policy,
+        **dict.fromkeys(("MultiPlatformOp", "BaseFusedOp"), Norm),  # the latter since 0.5.18
+    )
+
+
+def not_on_policy() -> Any:
+    return SimpleNamespace(deterministic=SimpleNamespace(rl_on_policy_target=None))
+
+
+def make_mlp(module: str, name: str) -> Any:
+    """An MLP, beside what ``fusion_scenarios.py`` has of its module."""
+    others = {key: value for key, value in vars(sys.modules.get(module, object)).items() if not key.startswith("__")}
+    others |= {each: getattr(linear, each) for each in ("MergedColumnParallelLinear", "RowParallelLinear")}
+    others |= {"SiluAndMul": activation.SiluAndMul, "get_exec": not_on_policy}
+    others |= {"add_prefix": lambda name, prefix: f"{prefix}.{name}"}
+    # Since 0.5.22 and 0.5.23; idle but on Blackwell.
+    others |= {"DualGemm": lambda *_: SimpleNamespace(mode=None, can_run=no)}
+    others |= {"DenseSiluAndMulQuant": lambda _: SimpleNamespace(forward_decode=lambda x, act_fn, _: act_fn(x))}
+    return getattr(excerpt(module, name, **others), name)
+
+
+unquantized, linear, activation = make_unquantized(), make_layers(), make_activation()
+MLPS = make_mlp("sglang.srt.models.llama", "LlamaMLP"), make_mlp("sglang.srt.models.qwen2", "Qwen2MLP")
 
 
 class QuantizedMethod:
     """A layer with scales."""
 
-    def create_weights(self, layer: Any, output_partition_sizes: list[int], **_: Any) -> None:
-        shape = (sum(output_partition_sizes), layer.input_size_per_partition)
+    def create_weights(
+        self, layer: Any, input_size_per_partition: int, output_partition_sizes: list[int], **_: Any
+    ) -> None:
+        shape = (sum(output_partition_sizes), input_size_per_partition)
         layer.weight = nn.Parameter(torch.ones(shape, dtype=torch.int8), requires_grad=False)
 
     def apply(self, layer: Any, x: torch.Tensor, bias: Any = None) -> torch.Tensor:
@@ -306,6 +343,205 @@ def layers_of_the_model_measure_themselves() -> None:
         assert calls == [2, 16]
 
 
+@scenario(smoke=True, LLM_COMM_FUSE_LINEAR="1")
+def gate_and_up_are_computed_with_silu_and_mul() -> None:
+    said = f"layer computed with silu-and-mul (2 ranks, shape (1, {INPUTS}), weight (256, {INPUTS}))"
+    with served() as (log, calls):
+        activated = layer_calls("linear_silu_and_mul")
+        for make in MLPS:
+            for dtype in (torch.bfloat16, torch.float16):
+                mlp = mlp_of(make, dtype)
+                for shape in ((1, INPUTS), (64, INPUTS), (2, 3, INPUTS)):
+                    check_mlp(mlp, numbers(shape, dtype))
+                # Of gate and up, and of the down-projection.
+                assert calls == [1, 1, 64, 64, 6, 6], calls
+                assert activated == [1, 64, 6], activated
+                calls.clear()
+                activated.clear()
+        assert len(log.having(said)) == (dist_rank() == 0)
+        assert len(log.having("computed with silu-and-mul")) == (dist_rank() == 0)
+
+
+@scenario(LLM_COMM_FUSE_LINEAR="1")
+def down_projections_are_told_of_the_batch_as_sglang_does() -> None:
+    with served():
+        asked: list[int] = []
+        is_decode = lambda: asked.append(1) or True  # noqa: E731
+        mode = SimpleNamespace(is_decode=lambda: True, is_decode_or_idle=is_decode)
+        for make, times in zip(MLPS, (0, 1), strict=True):
+            mlp = mlp_of(make)
+            for tokens in (4, 65):  # by llm_comm, and by SGLang
+                mlp(numbers((tokens, INPUTS)), SimpleNamespace(forward_mode=mode))
+                assert len(asked) == times, (make, tokens)
+                asked.clear()
+
+
+class Adapted(nn.Module):
+    """A layer with LoRA: SGLang calls the method of the layer that it has."""
+
+    def __init__(self, layer: Any) -> None:
+        super().__init__()
+        self.base_layer, self.weight, self.bias = layer, layer.weight, None
+
+    def forward(self, x: torch.Tensor) -> Any:
+        return self.base_layer.quant_method.apply(self.base_layer, x) * 2, None
+
+
+class GeluAndMul(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        gate, up = x.chunk(2, -1)
+        return F.gelu(gate) * up
+
+
+@scenario(LLM_COMM_FUSE_LINEAR="1")
+def silu_and_mul_is_sglangs_where_llm_comm_does_not_compute_both() -> None:
+    with served() as (_, calls):
+        activated = layer_calls("linear_silu_and_mul")
+        ours_of_mlps = sys.modules["llm_comm.integrations.sglang.gated_mlps"]
+        x = numbers((4, INPUTS))
+        for make in MLPS:
+            mlp = mlp_of(make)
+            check_mlp(mlp, numbers((65, INPUTS)))
+            check_mlp(mlp_of(make, torch.float32), x.float())
+            with mock.patch.object(SIZES, "attn_tp_size", 1):
+                elsewhere = mlp_of(make)
+            check_mlp(elsewhere, x)
+            assert not calls
+            check_mlp(mlp_of(make, inner=192), x)
+            assert calls == [4]  # the layer of gate and up, each of which is too narrow
+            check_parts_that_are_declined(mlp, x)
+            with mock.patch.object(ours_of_mlps, "get_forward", return_value=SimpleNamespace(sp_active=True)):
+                check_mlp(mlp, x)
+            if hasattr(mlp, "dual_gemm"):
+                with mock.patch.object(mlp.dual_gemm, "mode", "unquant"):
+                    check_mlp(mlp, x)
+            assert not activated
+            check_mlp(mlp, x)
+            assert activated == [4]
+            calls.clear()
+            activated.clear()
+        assert merged([128, 128]).llm_comm_activates
+        for sizes, options in (([128, 384], {}), ([128] * 4, {}), ([128] * 2, {"gather_output": True})):
+            assert not merged(sizes, **options).llm_comm_activates
+        assert not merged([128, 128], **of_one_rank()).llm_comm_activates
+        assert not column_parallel().llm_comm_activates
+        quantized = SimpleNamespace(get_quant_method=lambda *_, **__: QuantizedMethod())
+        scaled = MLPS[0](INPUTS, 256, "silu", quant_config=quantized)
+        assert scaled(x).shape == x.shape
+        ours("tp").leave()
+        check_mlp(mlp, x)
+        assert not calls
+
+
+def check_parts_that_are_declined(mlp: Any, x: torch.Tensor) -> None:
+    """Of an MLP that is served otherwise."""
+    layer, act_fn = mlp.gate_up_proj, mlp.act_fn
+    mlp.gate_up_proj = Adapted(layer)
+    check_mlp(mlp, x, factor=2)
+    mlp.gate_up_proj = merged([256, 256], bias=True)
+    check_mlp(mlp, x)
+    mlp.gate_up_proj = layer
+    mlp.act_fn = GeluAndMul()
+    check_mlp(mlp, x, activate=F.gelu)
+    mlp.act_fn = act_fn
+    kept = layer.weight.data
+    layer.weight.data = torch.cat([kept.new_empty(4), kept.reshape(-1)])[4:].view(kept.shape)
+    check_mlp(mlp, x)
+    layer.weight.data = kept
+    # As weights that are fetched from the host for a pass.
+    fetched = {"gate_up_proj.weight": layer.weight.detach() * 2}
+    rounding = torch.finfo(x.dtype).eps
+    torch.testing.assert_close(
+        torch.func.functional_call(mlp, fetched, (x,)).double(),
+        expected_mlp(mlp, x, factor=2),
+        rtol=4 * rounding,
+        atol=64 * rounding,
+    )
+
+
+@scenario(LLM_COMM_FUSE_LINEAR="1")
+def compiled_mlps_have_silu_and_mul_apart() -> None:
+    with served() as (_, calls):
+        activated, mlp, graphs = layer_calls("linear_silu_and_mul"), mlp_of(MLPS[0]), []
+
+        def backend(graph: Any, examples: Any) -> Any:
+            graphs.append(graph)
+            return graph
+
+        mlp.down_proj.forward = lambda x: (x, None)
+        compiled = torch.compile(lambda x: mlp(x * 2), fullgraph=True, backend=backend)
+        for tokens in (4, 65):
+            x = numbers((tokens, INPUTS))
+            torch._dynamo.maybe_mark_dynamic(x, 0)
+            gate, up = product(mlp.gate_up_proj, x * 2).chunk(2, -1)
+            torch.testing.assert_close(compiled(x).double(), F.silu(gate) * up, rtol=0.03, atol=0.03)
+        assert (calls, activated) == ([4], [])
+        assert len(graphs) == 1, "traced anew"
+
+
+@scenario()
+def gate_and_up_are_together_where_that_is_faster_and_apart_where_the_layer_is() -> None:
+    use_table(
+        LayerRow("linear_silu_and_mul", 128, INPUTS, True, 4, True),
+        LayerRow("linear_silu_and_mul", 128, INPUTS, True, 16, False),
+        LayerRow("linear", 256, INPUTS, True, 16, True),
+    )
+    with served() as (_, calls):
+        activated = layer_calls("linear_silu_and_mul")
+        for make in MLPS:
+            for tokens in (4, 5, 17):
+                check_mlp(mlp_of(make), numbers((tokens, INPUTS)))
+            check_mlp(mlp_of(make, inner=1024), numbers((4, INPUTS)))
+            assert (calls, activated) == ([4, 5], [4]), (calls, activated)
+            calls.clear()
+            activated.clear()
+
+
+@scenario(LLM_COMM_FUSE_LINEAR="1")
+def without_one_of_the_mlps_layers_are_still_computed_and_silu_and_mul_is_sglangs() -> None:
+    lose(seams.TABLE, "sglang.srt.models.qwen2:Qwen2MLP.forward")
+    before = [make.forward for make in MLPS]
+    with measured("llama") as layers, served() as (log, calls):
+        assert layers == [("linear", 1024, 512)]
+        activated = layer_calls("linear_silu_and_mul")
+        assert [make.forward for make in MLPS] == before
+        assert len(log.having("gate and up with silu-and-mul: off, SGLang ", logging.WARNING)) == (dist_rank() == 0)
+        for make in MLPS:
+            check_mlp(mlp_of(make), numbers((4, INPUTS)))
+        assert (calls, activated) == ([4] * 4, [])
+
+
+@scenario(LLM_COMM_TUNE_AT_START="60")
+def gate_and_up_are_measured_with_silu_and_mul_where_they_are_computed_so() -> None:
+    with measured("llama") as layers, served():
+        assert layers == [("linear_silu_and_mul", 512, 512)]
+
+
+@scenario(LLM_COMM_TUNE_AT_START="60")
+def gate_and_up_of_other_mlps_are_measured_alone() -> None:
+    with measured("glm4") as layers, served():
+        assert layers == [("linear", 1024, 512)]
+
+
+@contextmanager
+def measured(kind: str) -> Iterator[list[tuple[str, int, int]]]:
+    """What of gate and up is measured at the start of a server with a model of ``kind``."""
+    found: list[tuple[str, int, int]] = []
+
+    def tune(communicator: Any, group: Any, layers: Any, log: Any) -> str:
+        found.extend(layer[1:4] for layer in layers if layer.name == "gate_up_proj")
+        return ""
+
+    entries = {"num_attention_heads": 8, "hidden_size": 512, "intermediate_size": 1024, "num_hidden_layers": 1}
+    place = shared_directory() / f"model{dist_rank()}"
+    place.mkdir()
+    (place / "config.json").write_text(json.dumps({**entries, "rms_norm_eps": 1e-5, "model_type": kind}))
+    options = SimpleNamespace(model_path=str(place), quantization=None, enable_dp_attention=False)
+    by_options = mock.patch("sglang.srt.runtime_context.get_server_args", return_value=options)
+    with by_options, mock.patch.object(layer_tuning, "tune", tune):
+        yield found
+
+
 @scenario()
 def without_such_a_table_sglang_is_left_alone_and_another_engine_may_have_one() -> None:
     before = methods()
@@ -462,7 +698,8 @@ def served() -> Iterator[tuple[Log, list[int]]]:
         yield log, layer_calls()
 
 
-def layer_calls() -> list[int]:
+def layer_calls(*methods: str) -> list[int]:
+    """The tokens of layers that llm_comm computes from here on, by ``methods`` or by any."""
     tokens: list[int] = []
     communicator = ours("tp")._llm_comm
 
@@ -474,8 +711,8 @@ def layer_calls() -> list[int]:
 
         return linear_of
 
-    communicator.linear = counted(communicator.linear)
-    communicator.linear_of_any_batch = counted(communicator.linear_of_any_batch)
+    for method in methods or ("linear", "linear_silu_and_mul", "linear_of_any_batch"):
+        setattr(communicator, method, counted(getattr(communicator, method)))
     return tokens
 
 
@@ -487,6 +724,23 @@ def row_parallel(input_size: int = INPUTS, output_size: int = OUTPUTS, **options
 def column_parallel(output_size: int = OUTPUTS, **options: Any) -> Any:
     options = {"bias": False, "params_dtype": torch.bfloat16, **options}
     return fill(linear.ColumnParallelLinear(INPUTS, output_size, **options))
+
+
+def merged(output_sizes: list[int], **options: Any) -> Any:
+    options = {"bias": False, "params_dtype": torch.bfloat16, **options}
+    return fill(linear.MergedColumnParallelLinear(INPUTS, output_sizes, **options))
+
+
+def mlp_of(make: Any, dtype: torch.dtype = torch.bfloat16, inner: int = 256) -> Any:
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        mlp = make(INPUTS, inner, "silu")
+    finally:
+        torch.set_default_dtype(before)
+    fill(mlp.gate_up_proj)
+    fill(mlp.down_proj)
+    return mlp
 
 
 def fill(layer: Any) -> Any:
@@ -526,6 +780,26 @@ def check(layer: Any, shape: tuple[int, ...]) -> None:
         terms.append(layer.bias.double())
     close(got, *terms)
     assert all(torch.equal(got, other) for other in of_all_ranks(got)), "the ranks have other bits"
+
+
+def check_mlp(mlp: Any, x: torch.Tensor, **options: Any) -> None:
+    got, rounding = mlp(x), torch.finfo(x.dtype).eps
+    torch.testing.assert_close(got.double(), expected_mlp(mlp, x, **options), rtol=4 * rounding, atol=64 * rounding)
+    assert all(torch.equal(got, other) for other in of_all_ranks(got)), "the ranks have other bits"
+
+
+def expected_mlp(mlp: Any, x: torch.Tensor, factor: float = 1, activate: Any = F.silu) -> torch.Tensor:
+    """What an MLP of both ranks makes of ``x``.
+
+    Args:
+        factor: Of what its layer of gate and up makes.
+        activate: What multiplies up, of gate.
+    """
+    y = product(mlp.gate_up_proj, x) * factor
+    if mlp.gate_up_proj.bias is not None:
+        y = y + mlp.gate_up_proj.bias.double()
+    gate, up = y.chunk(2, -1)
+    return torch.stack(of_all_ranks(product(mlp.down_proj, activate(gate) * up))).sum(0)
 
 
 def check_with_norm(layer: Any, norm: Any, shape: tuple[int, ...]) -> None:
