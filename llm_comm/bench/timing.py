@@ -15,11 +15,14 @@ which the user pays, would vanish from the result.
 
 from __future__ import annotations
 
+import contextlib
 import functools
+import gc
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -78,17 +81,48 @@ def capture(call: Call, calls: int) -> torch.cuda.CUDAGraph:
     Not by ``torch.cuda.graph``: that collects garbage before each capture, which takes longer than all the rest where
     an engine is loaded.
     """
-    graph = torch.cuda.CUDAGraph()
+    graph, device = torch.cuda.CUDAGraph(), torch.cuda.current_device()
+    pool = torch.cuda.graph_pool_handle()
     torch.cuda.synchronize()
-    with torch.cuda.stream(_capture_stream(torch.cuda.current_device())):
+    with _no_collections(), torch.cuda.stream(_capture_stream(device)):
         # thread_local: NCCL's watchdog thread may query its own events while we capture.
-        graph.capture_begin(capture_error_mode="thread_local")
+        graph.capture_begin(pool, capture_error_mode="thread_local")
         try:
             for _ in range(calls):
                 call()
-        finally:
+        except BaseException:
+            _leave_capture(graph, device, pool)
+            raise
+        try:
             graph.capture_end()
+        except BaseException:
+            _leave_capture(graph, device, pool)
+            raise
     return graph
+
+
+@contextlib.contextmanager
+def _no_collections() -> Iterator[None]:
+    """No garbage is collected: what it frees may not be freed during a capture."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
+
+
+def _leave_capture(graph: torch.cuda.CUDAGraph, device: int, pool: Any) -> None:
+    """Ends a capture that has failed. torch would leave its allocator and its random numbers in there."""
+    with contextlib.suppress(RuntimeError):
+        graph.capture_end()
+    with contextlib.suppress(RuntimeError):
+        torch._C._cuda_endAllocateToPool(device, pool)
+    generator = torch.cuda.default_generators[device]
+    state = generator.get_state()
+    generator.graphsafe_set_state(torch.Generator(device=f"cuda:{device}").graphsafe_get_state())
+    generator.set_state(state)
 
 
 @functools.cache

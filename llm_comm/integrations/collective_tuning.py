@@ -101,6 +101,7 @@ class _Sums:
         try:
             self.rows = self._measure()
         except Exception as error:  # whatever it is, the other ranks must hear of it
+            self._log.debug("llm_comm: sums were not measured", exc_info=True)
             return first_line(error)
         finally:
             self._communicator.use_table(self._table)
