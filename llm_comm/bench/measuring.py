@@ -72,11 +72,12 @@ class Bench:
         self._schedule = schedule
         self.bound: Bound = on_all(lambda: subject.bind(comm, group, size), group)
 
-    def candidates(self, show: Callable[[str], None]) -> AtSize:
+    def candidates(self, show: Callable[[str], None], with_nccl: bool = True) -> AtSize:
         """All candidates, those that run alike once, and NCCL.
 
         Args:
             show: Is told how far it is.
+            with_nccl: False for a group without NCCL.
         """
         refusals: list[str] = []
         rows = self._that_run(refusals)
@@ -97,7 +98,7 @@ class Bench:
                     us = self.time(row, f"{done} of the best {len(again)}", show)
                     measured[index] = Measured(row, us)
         nccl_us = None
-        if self.bound.nccl is not None:
+        if self.bound.nccl is not None and with_nccl:
             show("NCCL")
             call, restore = self.bound.nccl
             on_all(call, self._group)

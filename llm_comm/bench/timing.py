@@ -17,10 +17,9 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import gc
 import statistics
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -84,7 +83,7 @@ def capture(call: Call, calls: int) -> torch.cuda.CUDAGraph:
     graph, device = torch.cuda.CUDAGraph(), torch.cuda.current_device()
     pool = torch.cuda.graph_pool_handle()
     torch.cuda.synchronize()
-    with _no_collections(), torch.cuda.stream(_capture_stream(device)):
+    with torch.cuda.stream(_capture_stream(device)):
         # thread_local: NCCL's watchdog thread may query its own events while we capture.
         graph.capture_begin(pool, capture_error_mode="thread_local")
         try:
@@ -99,18 +98,6 @@ def capture(call: Call, calls: int) -> torch.cuda.CUDAGraph:
             _leave_capture(graph, device, pool)
             raise
     return graph
-
-
-@contextlib.contextmanager
-def _no_collections() -> Iterator[None]:
-    """No garbage is collected: what it frees may not be freed during a capture."""
-    was_enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_enabled:
-            gc.enable()
 
 
 def _leave_capture(graph: torch.cuda.CUDAGraph, device: int, pool: Any) -> None:
