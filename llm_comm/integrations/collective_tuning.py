@@ -48,12 +48,13 @@ def tune(communicator: Communicator, group: dist.ProcessGroup, hidden: int, log:
     Raises:
         LlmCommError: A rank is gone, or the communicator has failed.
     """
-    table = communicator.table
-    if _budget_s(communicator) <= 0 or table.origin.is_tuned or communicator.nodes > 1:
+    if _budget_s(communicator) <= 0 or communicator.nodes > 1:
         return ""
     rendezvous = Rendezvous(group, ENGINE_TIMEOUT_S)
-    of_ranks = rendezvous.gather("hidden size of the model", hidden)
-    if hidden <= 0 or any(of_rank != hidden for of_rank in of_ranks):
+    # 0: on this rank there is nothing to measure.
+    wanted = 0 if communicator.table.origin.is_tuned else hidden
+    of_ranks = rendezvous.gather("rows of the model, where no table is of the machine", wanted)
+    if wanted <= 0 or any(of_rank != wanted for of_rank in of_ranks):
         return ""
     sums = _Sums(communicator, group, hidden, log)
     kept = rendezvous.collect("sums that were measured", sums.kept)[0]

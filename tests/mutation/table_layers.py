@@ -14,6 +14,10 @@ SCALING = "llm_comm/operations/fp8.py"
 
 OF_TABLES = "tests/unit/test_layer_tables.py"
 OF_TUNE = "tests/unit/test_tune_layers.py"
+AT_START = "llm_comm/integrations/layer_tuning.py"
+MEASURED = "llm_comm/integrations/measured_tables.py"
+OF_START = "tests/unit/test_layer_tuning.py"
+OF_MEASURED = "tests/unit/test_measured_tables.py"
 
 LINEAR_LAYERS: tuple[Mutant, ...] = (
     python(
@@ -190,5 +194,75 @@ LINEAR_LAYERS: tuple[Mutant, ...] = (
         "(*(row for row in self.layers if row.layer() not in replaced), *rows)",
         "(*rows,)",
         OF_TUNE,
+    ),
+    python(
+        "the fastest rank counts at the start of an engine",
+        AT_START,
+        "max(times[tiling] for times in timed)",
+        "min(times[tiling] for times in timed)",
+        OF_START,
+    ),
+    python(
+        "a layer is given away that is faster by no more than repeated runs differ",
+        AT_START,
+        "us * (1 + _MARGIN) < theirs",
+        "us < theirs",
+        OF_START,
+    ),
+    python(
+        "layers are measured that the table has",
+        AT_START,
+        "if key not in known",
+        "if True",
+        OF_START,
+    ),
+    python(
+        "layers are measured that llm_comm has no kernels for",
+        AT_START,
+        "if not layer.why_not",
+        "if True",
+        OF_START,
+    ),
+    python(
+        "shared GPUs are measured",
+        AT_START,
+        'device.type == "cuda" and not config.share_gpu',
+        'device.type == "cuda"',
+        OF_START,
+    ),
+    python(
+        "what other kernels have measured counts",
+        MEASURED,
+        "(self._device, self._kernels):",
+        '(self._device, found.measured.get("kernels")):',
+        OF_MEASURED,
+    ),
+    python(
+        "a directory that cannot be written ends the start of an engine",
+        MEASURED,
+        "except OSError as error:",
+        "except KeyError as error:",
+        OF_MEASURED,
+    ),
+    python(
+        "processes that write one file write into one another's",
+        "llm_comm/files.py",
+        'f".{target.name}.{os.getpid()}.partial"',
+        'f".{target.name}.partial"',
+        OF_MEASURED,
+    ),
+    python(
+        "rows of sums for larger messages are lost",
+        "llm_comm/integrations/collective_tuning.py",
+        "table.with_rows(*rows, *larger)",
+        "table.with_rows(*rows)",
+        "tests/emulated/test_sums_at_start.py",
+    ),
+    python(
+        "sums are measured where a table is of the machine",
+        "llm_comm/integrations/collective_tuning.py",
+        "0 if communicator.table.origin.is_tuned else hidden",
+        "hidden",
+        "tests/emulated/test_sums_at_start.py",
     ),
 )

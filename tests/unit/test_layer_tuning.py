@@ -13,6 +13,7 @@ import torch.distributed as dist
 
 from llm_comm import Communicator
 from llm_comm.config import EngineOptions
+from llm_comm.integrations import layer_tuning
 from llm_comm.integrations.layer_tuning import TOKENS, LayerBench, budget_s, rows_of, tune
 from llm_comm.integrations.measured_tables import MeasuredTables
 from llm_comm.planning.layers import LayerKey, LayerRow
@@ -69,6 +70,20 @@ def test_when_is_measured() -> None:
     assert seconds(CUDA, share_gpu=True) == seconds(CPU) == seconds(CUDA, fuse_linear=False) == 0.0
     assert seconds(CUDA, tune_at_start=0) == 0.0
     assert seconds(CPU, tune_at_start=2.5) == seconds(CUDA, share_gpu=True, tune_at_start=2.5) == 2.5
+
+
+def test_kernels_that_a_device_lacks_are_passed_over(comm: Communicator, monkeypatch: pytest.MonkeyPatch) -> None:
+    def lacks(weight: torch.Tensor) -> None:
+        raise RuntimeError("only compiled for other devices")
+
+    def calls(*operands: Any) -> list[Any]:
+        return [lacks, lambda weight: weight.sum()]
+
+    monkeypatch.setattr(layer_tuning, "calls_of_others", calls)
+    assert all(theirs > 0 for theirs, _ in LayerBench(comm).times(KEY))
+    monkeypatch.setattr(layer_tuning, "calls_of_others", lambda *_: [lacks])
+    with pytest.raises(RuntimeError, match="only compiled for other devices"):
+        LayerBench(comm).times(KEY)
 
 
 # ---- From one start to the next -------------------------------------------------------------------------------------

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 import vllm.envs as envs
-from vllm.config import get_current_vllm_config_or_none
+from vllm.config import CompilationMode, get_current_vllm_config_or_none
 
 from llm_comm.config import EngineOptions
 from llm_comm.errors import ConfigError, quoted
@@ -142,7 +142,11 @@ def choose_pdl(config: EngineOptions, device: torch.device, world_size: int) -> 
 
 
 def _is_known_to_gain(config: EngineOptions, device: torch.device, rows: Sequence[LayerRow], world_size: int) -> bool:
-    """Whether some layer of the model is preferred with dependent launches, or will be measured with them."""
+    """Whether some layer of the model is preferred with dependent launches, or will be measured with them: layers are
+    llm_comm's in compiled graphs whose norms are fused."""
+    mode = get_current_vllm_config_or_none().compilation_config.mode
+    if not config.fuse or mode != CompilationMode.VLLM_COMPILE:
+        return False
     limits = limits_of(device, config.workspace_bytes)
     measures = layer_tuning.budget_s(config, device) > 0 and limits.compute_capability >= _FIRST_WITH_PDL
     return any(

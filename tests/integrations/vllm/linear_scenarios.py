@@ -34,7 +34,7 @@ from compiler_harness import (
 from rank_processes import data, dist_rank, scenario, shared_directory
 from scenarios import parallel_state, tensor_model_parallel_all_reduce
 from vllm.compilation.passes.inductor_pass import pass_context
-from vllm.config import VllmConfig, set_current_vllm_config
+from vllm.config import CompilationMode, VllmConfig, set_current_vllm_config
 from vllm.config.utils import Range
 from vllm.model_executor.layers import linear as layers_module
 from vllm.model_executor.layers.linear import ReplicatedLinear, RowParallelLinear
@@ -207,6 +207,8 @@ def dependent_launches_come_with_layers_that_will_be_measured() -> None:
     quantized, without_layers = decoder(), decoder()
     quantized.model_config.quantization = "awq"
     without_layers.model_config.hf_config.to_dict.side_effect = AttributeError("renamed")
+    not_compiled = decoder()
+    not_compiled.compilation_config.mode = CompilationMode.NONE
     for config, limits, options, expected in (
         (decoder(), hopper, {}, True),
         (decoder(), hopper, {"tune_at_start": 0}, True),  # by size
@@ -215,6 +217,8 @@ def dependent_launches_come_with_layers_that_will_be_measured() -> None:
         (decoder(), hopper, {"pdl": False}, False),
         (quantized, hopper, {}, False),
         (without_layers, hopper, {}, False),
+        (not_compiled, hopper, {}, False),
+        (decoder(), hopper, {"fuse": False}, False),
     ):
         by_limits = mock.patch("llm_comm.integrations.vllm.configuration.limits_of", return_value=limits)
         with set_current_vllm_config(config), by_limits:
