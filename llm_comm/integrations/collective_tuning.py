@@ -34,7 +34,7 @@ _REPS = 5
 
 
 def tune(communicator: Communicator, group: dist.ProcessGroup, hidden: int, log: logging.Logger) -> str:
-    """Has ``communicator`` sum by measured rows where no table is of its machine. Collective.
+    """Measure the sums of decode batches where no table is of the machine, and add their rows. Collective.
 
     Args:
         communicator: Of the group in which the models sum.
@@ -79,7 +79,7 @@ def _budget_s(communicator: Communicator) -> float:
 
 
 class _Sums:
-    """What ``tune`` does on this rank.
+    """The steps of ``tune`` on this rank.
 
     Attributes:
         rows: That were measured.
@@ -121,7 +121,7 @@ class _Sums:
         return [row for of_operation in found.values() for row in _best(of_operation)]
 
     def use(self, rows: Sequence[Row]) -> str:
-        """Has the communicator go by ``rows``, and by its table above. Returns what to log."""
+        """Put ``rows`` into the table, which keeps its own for larger messages. Return what to log."""
         name = f"{self._table.name} with sums measured at start"
         origin = self._table.origin._replace(is_tuned=True)
         self._communicator.use_table(over(self._table, rows)._replace(name=name, origin=origin))

@@ -64,7 +64,7 @@ def budget_s(config: EngineOptions, device: torch.device) -> float:
 
 
 def tune(communicator: Communicator, group: dist.ProcessGroup, layers: Iterable[Layer], log: logging.Logger) -> str:
-    """Has ``communicator`` go by measured rows for those of ``layers`` that its table lacks. Collective.
+    """Measure those of ``layers`` that the table of ``communicator`` lacks, and add their rows to it. Collective.
 
     Args:
         communicator: Of the ranks among which the layers are split.
@@ -91,7 +91,7 @@ def tune(communicator: Communicator, group: dist.ProcessGroup, layers: Iterable[
 
 
 def _tune(rendezvous: Rendezvous, tuning: _Tuning) -> str:
-    """As of ``tune``. Whatever can fail on a rank alone is a step.
+    """Do what ``tune`` says. Whatever can fail on a rank alone is a step.
 
     Raises:
         RendezvousError: A step has failed on a rank.
@@ -114,7 +114,7 @@ def _tune(rendezvous: Rendezvous, tuning: _Tuning) -> str:
 
 
 class _Tuning:
-    """What ``tune`` does on this rank: the steps of ``_tune``."""
+    """The steps of ``_tune`` on this rank."""
 
     def __init__(self, communicator: Communicator, layers: Iterable[Layer], log: logging.Logger) -> None:
         self._communicator, self._layers, self._log = communicator, layers, log
@@ -141,11 +141,11 @@ class _Tuning:
         return [] if table is None else [row for row in table.layers if row.layer() == layer]
 
     def is_late(self) -> bool:
-        """Whether the time is over."""
+        """Return whether the time is over."""
         return time.monotonic() - self._start > budget_s(options_of(self._communicator), self._communicator.device)
 
     def times(self, layer: LayerKey) -> list[Times]:
-        """Of each of ``TOKENS``."""
+        """Time a layer with each number of tokens."""
         self._bench = self._bench or LayerBench(self._communicator)
         try:
             return self._bench.times(layer)
@@ -155,7 +155,11 @@ class _Tuning:
                 torch.cuda.empty_cache()
 
     def use(self, layers: int) -> str:
-        """Has the communicator go by what was found. Returns what to log: ``layers`` were looked for."""
+        """Add what was found to the table of the communicator, and return what to log.
+
+        Args:
+            layers: How many were looked for.
+        """
         communicator = self._communicator
         rows = [row for of_layer in self.found.values() for row in of_layer]
         if communicator.rank == 0:
@@ -171,7 +175,7 @@ class _Tuning:
 
 
 def _name(layer: LayerKey) -> str:
-    """Of the file of a layer."""
+    """Return the name of the file of a layer."""
     return f"{layer.operation}_{layer.outputs}x{layer.inputs}{'_pdl' if layer.pdl else ''}"
 
 
@@ -184,7 +188,7 @@ class LayerBench:
         self._random = torch.Generator(communicator.device).manual_seed(1)
 
     def times(self, layer: LayerKey) -> list[Times]:
-        """Of each number of tokens."""
+        """Time a layer with each number of tokens."""
         operation, outputs, inputs, _ = layer
         communicator = self._communicator
         device = communicator.device
@@ -223,7 +227,8 @@ class LayerBench:
 
 
 def _fastest(calls: Sequence[Callable[[torch.Tensor], object]], weights: Sequence[torch.Tensor]) -> float:
-    """Of those that the device has kernels for: torch's for FP8 with a scale for each row are for some GPUs alone.
+    """Time calls, and return the microseconds of the fastest that the device has kernels for: some GPUs lack torch's
+    kernel for FP8 with a scale for each row.
 
     Raises:
         RuntimeError: It has none.

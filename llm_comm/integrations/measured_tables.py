@@ -1,5 +1,5 @@
-"""What engines measure at their start, from one start to the next: tuning tables in the user's directory, by device and
-by the kernels of this build.
+"""Files of what engines have measured at their start: tuning tables in the user's directory, by device and by the
+kernels of this build.
 
 A file is whole at any time, however many engines start at once: each writes its own and renames it. What cannot be
 read or written costs the time to measure, and one warning.
@@ -22,7 +22,7 @@ from llm_comm.planning.tables import TuningTable
 
 
 class MeasuredTables:
-    """Those of one device.
+    """The tables that were measured on one device.
 
     Args:
         device: Of this rank.
@@ -38,13 +38,13 @@ class MeasuredTables:
         self._has_warned = False
 
     def path(self, name: str) -> Path | None:
-        """Of a table; None for a user without a home."""
+        """Return where a table is kept; None for a user without a home."""
         directory = table_directory()
         device = re.sub(r"[^a-z0-9]+", "_", self._device.lower())
         return None if directory is None else directory / "measured" / f"{device}_{self._kernels}" / f"{name}.yaml"
 
     def read(self, name: str) -> TuningTable | None:
-        """A table; None where there is none that can be used."""
+        """Return a table; None where there is none that can be used."""
         path = self.path(name)
         if path is None or not path.is_file():
             return None
@@ -59,7 +59,7 @@ class MeasuredTables:
         return found.table
 
     def write(self, name: str, table: TuningTable) -> None:
-        """Keeps a table."""
+        """Keep a table."""
         path = self.path(name)
         if path is None:
             return
