@@ -65,13 +65,16 @@ def tune(communicator: Communicator, group: dist.ProcessGroup, hidden: int, log:
             log.warning("llm_comm: sums were not measured: %s", max(failures, key=bool))
             return ""
         rows = sums.rows
+    if not rows:  # option max_message_bytes declines all of them
+        return ""
     return rendezvous.attempt("choice of sums", partial(sums.use, rows))
 
 
 def _budget_s(communicator: Communicator) -> float:
-    """Seconds that measuring may take; 0 where nothing is measured: on emulated GPUs, and as a rule on shared ones."""
+    """Seconds that measuring may take; 0 where nothing is measured: on emulated GPUs, as a rule on shared ones, and
+    where an option names the algorithm."""
     config: EngineOptions = options_of(communicator)
-    if communicator.is_emulated:
+    if communicator.is_emulated or config.algorithm != "auto":
         return 0.0
     if config.tune_at_start != "auto":
         return float(config.tune_at_start)

@@ -17,7 +17,7 @@ from llm_comm import Communicator
 from llm_comm.bench.choosing import Measured
 from llm_comm.bench.measuring import AtSize
 from llm_comm.bench.tune_subjects import candidates_on
-from llm_comm.config import Config
+from llm_comm.config import Config, EngineOptions
 from llm_comm.integrations import collective_tuning
 from llm_comm.integrations.collective_tuning import TOKENS, over, tune
 from llm_comm.planning.catalogue import find_table
@@ -32,6 +32,7 @@ class StandIn:
     """In place of the benchmark, which needs GPUs: the last candidate is the fastest."""
 
     failing = False
+    declining = False
     measured = 0
 
     def __init__(self, comm: Communicator, group: Any, subject: Any, size: int, schedule: Any) -> None:
@@ -43,13 +44,15 @@ class StandIn:
     def candidates(self, show: Any, with_nccl: bool) -> AtSize:
         assert not with_nccl, "engines' groups are gloo's"
         StandIn.measured += 1
-        found = [Measured(row, 100.0 - number) for number, row in enumerate(self._rows)]
+        found = [] if StandIn.declining else [Measured(row, 100.0 - n) for n, row in enumerate(self._rows)]
         return AtSize(self._size, found)
 
 
-def start(directory: str, failing_rank: int | None = None, hidden_of_rank_1: int = HIDDEN) -> dict[str, Any]:
+def start(
+    directory: str, fails: bool = False, hidden_of_rank_1: int = HIDDEN, declines: bool = False
+) -> dict[str, Any]:
     os.environ["LLM_COMM_TABLE_DIR"] = directory
-    StandIn.failing, StandIn.measured = failing_rank is not None, 0
+    StandIn.failing, StandIn.declining, StandIn.measured = fails, declines, 0
     rank = dist.get_rank()
     with make_communicator() as comm, mock.patch.object(collective_tuning, "Bench", StandIn):
         with mock.patch.object(collective_tuning, "_budget_s", return_value=60.0):
@@ -91,14 +94,31 @@ def test_measured_once_and_kept(ranks: RankPool, tmp_path: Path, world: int) -> 
 
 
 def test_ranks_that_cannot_measure_go_by_the_table(ranks: RankPool, tmp_path: Path) -> None:
-    for outcome in ranks.run(2, start, str(tmp_path), 0):
+    for outcome in ranks.run(2, start, str(tmp_path), True):
         assert (outcome["about"], outcome["changed"]) == ("", {ALL_REDUCE: [], FUSED: []})
     assert not list(tmp_path.iterdir())
 
 
+def test_messages_that_an_option_declines(ranks: RankPool, tmp_path: Path) -> None:
+    for outcome in ranks.run(2, start, str(tmp_path), False, HIDDEN, True):
+        assert (outcome["about"], outcome["changed"]) == ("", {ALL_REDUCE: [], FUSED: []})
+    assert not list(tmp_path.iterdir())
+
+
+def test_where_sums_are_measured() -> None:
+    def seconds(is_emulated: bool, **options: Any) -> float:
+        communicator: Any = mock.Mock(is_emulated=is_emulated, config=EngineOptions.load({}, **options))
+        return collective_tuning._budget_s(communicator)
+
+    assert seconds(False) == 20.0
+    assert seconds(False, tune_at_start=3) == seconds(False, tune_at_start=3, share_gpu=True) == 3.0
+    assert seconds(True) == seconds(True, tune_at_start=3) == seconds(False, share_gpu=True) == 0.0
+    assert seconds(False, tune_at_start=0) == seconds(False, algorithm="one_shot") == 0.0
+
+
 def test_ranks_that_know_other_models(ranks: RankPool, tmp_path: Path) -> None:
     for hidden in (0, 2 * HIDDEN):
-        for outcome in ranks.run(2, start, str(tmp_path), None, hidden):
+        for outcome in ranks.run(2, start, str(tmp_path), False, hidden):
             assert (outcome["about"], outcome["measured"]) == ("", 0)
 
 
