@@ -12,10 +12,12 @@ import torch
 import torch.distributed as dist
 
 from llm_comm import Communicator
+from llm_comm.bench.layer_chains import call_of_choice, choices_of, make_weights
 from llm_comm.config import EngineOptions
 from llm_comm.integrations import layer_tuning
 from llm_comm.integrations.layer_tuning import TOKENS, LayerBench, budget_s, rows_of, tune
 from llm_comm.integrations.measured_tables import MeasuredTables
+from llm_comm.operations.fp8 import FP8
 from llm_comm.planning.layers import LayerKey, LayerRow
 from llm_comm.planning.models import Layer
 
@@ -84,6 +86,24 @@ def test_kernels_that_a_device_lacks_are_passed_over(comm: Communicator, monkeyp
     monkeypatch.setattr(layer_tuning, "calls_of_others", lambda *_: [lacks])
     with pytest.raises(RuntimeError, match="only compiled for other devices"):
         LayerBench(comm).times(KEY)
+
+
+@pytest.mark.parametrize("silu", [False, True])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, FP8])
+@pytest.mark.parametrize("tokens", [1, 9, 64])
+def test_bits_are_those_of_every_tiling(comm: Communicator, tokens: int, dtype: torch.dtype, silu: bool) -> None:
+    inputs, outputs = 640, 64
+    (weight,) = make_weights(1, (outputs * (1 + silu), inputs), dtype, CPU, 0)
+    x = torch.randn(tokens, inputs, generator=torch.Generator().manual_seed(3)).to(dtype)
+    scales = (torch.rand(tokens, 1), torch.rand(len(weight), 1) / inputs) if dtype is FP8 else ()
+    found, tilings = [], choices_of(comm, x, torch.empty(tokens, outputs, dtype=torch.bfloat16), scales, silu)
+    for tiling in tilings:
+        out = torch.full((tokens, outputs), torch.nan, dtype=torch.bfloat16)
+        call_of_choice(comm, x, out, scales, silu, tiling)(weight)
+        found.append(out.view(torch.int16))
+    assert len({(t.block_outputs, t.stages, t.stage_boxes) for t in tilings}) > 6
+    assert not any(out.view(torch.bfloat16).isnan().any() for out in found)
+    assert all(torch.equal(out, found[0]) for out in found)
 
 
 # ---- From one start to the next -------------------------------------------------------------------------------------
