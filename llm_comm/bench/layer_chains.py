@@ -10,6 +10,7 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 
 import torch
 
@@ -29,6 +30,9 @@ _FEWEST_WEIGHTS = 4
 _DELAY_CYCLES = 100_000  # longer than the host takes to enqueue a replay
 _EMULATED_WEIGHTS = 2
 _WEIGHTS_SEED = 2000
+#: Outputs and inputs of a spacer, which takes about as long as a fused all-reduce, and its tiling.
+_SPACER = (64, 2048)
+_SPACER_CHOICE = _core.LinearChoice(block_outputs=8, stages=2, stage_boxes=4)
 
 
 def make_weights(
@@ -144,34 +148,54 @@ def choices_of(
     return comm._handle.core().linear_choices(**problem_of(x, out, scales, silu))
 
 
+def spacer_of(comm: Communicator) -> Callable[[], object]:
+    """A short layer, for chains in which layers do not stand behind each other alone. Its tiling leaves room for a
+    block of the next layer on the same multiprocessor, as that of an all-reduce does."""
+    outputs, inputs = _SPACER
+    x, weight = (torch.ones(rows, inputs, dtype=torch.bfloat16, device=comm.device) for rows in (1, outputs))
+    return partial(call_of_choice(comm, x, x.new_empty(1, outputs), (), False, _SPACER_CHOICE), weight)
+
+
+def layer_by_torch(
+    x: torch.Tensor, out: torch.Tensor, scales: Sequence[torch.Tensor]
+) -> Callable[[torch.Tensor], torch.Tensor]:
+    """The layer of a weight by torch, and so by cuBLAS. With scales, of FP8, the result is a new tensor like ``out``,
+    else it is ``out``."""
+    if not scales:
+        return lambda weight: torch.mm(x, weight.t(), out=out)
+    x_scale, weight_scale = scales
+    if x.device.type != "cuda":
+        return lambda weight: (x.float() @ weight.float().t() * weight_scale.view(1, -1) * x_scale).to(out.dtype)
+    of_weight = weight_scale.view(1, -1) if weight_scale.numel() > 1 else weight_scale
+    by_row = {"scale_a": x_scale, "scale_b": of_weight}
+    return lambda weight: torch._scaled_mm(x, weight.t(), **by_row, out_dtype=out.dtype, use_fast_accum=True)
+
+
+def layer_by_vllm(
+    x: torch.Tensor, out: torch.Tensor, scales: Sequence[torch.Tensor]
+) -> Callable[[torch.Tensor], torch.Tensor]:
+    """The layer of a weight of FP8 by vLLM's kernel, which must be loaded; the result is ``out``."""
+
+    def call(weight: torch.Tensor) -> torch.Tensor:
+        torch.ops._C.cutlass_scaled_mm(out, x, weight.t(), *scales, None)
+        return out
+
+    return call
+
+
 def calls_of_others(
     x: torch.Tensor, out: torch.Tensor, scales: Sequence[torch.Tensor], silu: bool
 ) -> list[Callable[[torch.Tensor], object]]:
-    """The layer by the kernels that engines have for it: cuBLAS, for FP8 torch's and vLLM's. Behind gate and up stands
-    an activation that reads and writes as silu-and-mul does."""
+    """The layer by the kernels that engines have for it: torch's, and of FP8 vLLM's where it is loaded. Behind gate and
+    up stands an activation that reads and writes as silu-and-mul does."""
     products = out.new_empty(len(x), 2 * out.shape[1]) if silu else out
-    plain: list[Callable[[torch.Tensor], torch.Tensor]] = [lambda weight: torch.mm(x, weight.t(), out=products)]
-    if scales and x.device.type != "cuda":
-        plain = [lambda weight: products.copy_(x.float() @ weight.float().t())]
-    elif scales:
-        x_scale, weight_scale = scales
-        of_weight = weight_scale.view(1, -1) if weight_scale.numel() > 1 else weight_scale
-
-        def scaled(weight: torch.Tensor) -> torch.Tensor:
-            by_row = {"scale_a": x_scale, "scale_b": of_weight}
-            return torch._scaled_mm(x, weight.t(), **by_row, out_dtype=out.dtype, use_fast_accum=True)
-
-        def by_cutlass(weight: torch.Tensor) -> torch.Tensor:
-            torch.ops._C.cutlass_scaled_mm(products, x, weight.t(), x_scale, weight_scale, None)
-            return products
-
-        plain = [scaled]
-        if hasattr(torch.ops._C, "cutlass_scaled_mm"):  # of a vLLM that is loaded
-            plain.append(by_cutlass)
+    layers = [layer_by_torch(x, products, scales)]
+    if scales and x.device.type == "cuda" and hasattr(torch.ops._C, "cutlass_scaled_mm"):
+        layers.append(layer_by_vllm(x, products, scales))
     if not silu:
-        return list(plain)
-    gated: list[Callable[[torch.Tensor], object]] = [
-        lambda weight, layer=layer: torch.ops.aten.glu.out(layer(weight), -1, out=out)  # type: ignore[misc]
-        for layer in plain
-    ]
-    return gated
+        return list(layers)
+
+    def gated(layer: Callable[[torch.Tensor], torch.Tensor], weight: torch.Tensor) -> torch.Tensor:
+        return torch.ops.aten.glu.out(layer(weight), -1, out=out)  # type: ignore[no-any-return]
+
+    return [partial(gated, layer) for layer in layers]

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from llm_comm import _core
 from llm_comm.bench.fused import add_rms_norm, as_engines_run
-from llm_comm.bench.layer_chains import call_of_choice, choices_of
+from llm_comm.bench.layer_chains import call_of_choice, choices_of, layer_by_torch, layer_by_vllm
 from llm_comm.bench.linear_operands import Judge, JudgeOfLayers, Operands
 from llm_comm.bench.reference import EPS, Outputs
 from llm_comm.bench.report import OURS
@@ -140,23 +140,11 @@ def other_layers(comm: Communicator, operands: Operands, judge: JudgeOfLayers) -
     x, out, scales = operands.x, operands.out, operands.scales
     name = Names.of(not comm.is_emulated, operands.silu, scales is not None).layer
     if scales is not None:
-        x_scale, weight_scale = scales
-
-        def scaled(weight: Tensor) -> tuple[Tensor, ...]:
-            if comm.is_emulated:
-                products = x.float() @ weight.float().t()
-                return ((products * weight_scale.view(1, -1) * x_scale).to(out.dtype),)
-            of_weight = weight_scale.view(1, -1) if weight_scale.numel() > 1 else weight_scale
-            by_row = {"scale_a": x_scale, "scale_b": of_weight}
-            return (torch._scaled_mm(x, weight.t(), **by_row, out_dtype=out.dtype, use_fast_accum=True),)
-
-        def by_cutlass(weight: Tensor) -> tuple[Tensor, ...]:
-            torch.ops._C.cutlass_scaled_mm(out, x, weight.t(), x_scale, weight_scale, None)
-            return (out,)
-
-        yield layer_arm(name, scaled, judge, False)
+        by_torch = layer_by_torch(x, out, scales)
+        yield layer_arm(name, lambda weight: (by_torch(weight),), judge, False)
         if not comm.is_emulated and _has_cutlass():
-            yield layer_arm(CUTLASS, by_cutlass, judge, False)
+            by_vllm = layer_by_vllm(x, out, scales)
+            yield layer_arm(CUTLASS, lambda weight: (by_vllm(weight),), judge, False)
         return
     products = out.new_empty(len(out), operands.weights[0].shape[0]) if operands.silu else out
     activation = as_engines_run(silu_and_mul, comm) if operands.silu else None

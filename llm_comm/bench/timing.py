@@ -89,10 +89,6 @@ def capture(call: Call, calls: int) -> torch.cuda.CUDAGraph:
         try:
             for _ in range(calls):
                 call()
-        except BaseException:
-            _leave_capture(graph, device, pool)
-            raise
-        try:
             graph.capture_end()
         except BaseException:
             _leave_capture(graph, device, pool)

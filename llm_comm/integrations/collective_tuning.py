@@ -7,6 +7,7 @@ by every candidate.
 
 from __future__ import annotations
 
+import functools
 import logging
 import time
 from collections.abc import Sequence
@@ -19,10 +20,10 @@ from llm_comm.bench.measuring import AtSize, Bench, Budget, schedule_of
 from llm_comm.bench.report import first_line
 from llm_comm.bench.tune_subjects import ELEMENT_BYTES, CollectiveSubject, FusedSubject
 from llm_comm.communicator import Communicator
-from llm_comm.config import EngineOptions
-from llm_comm.integrations.engine_config import options_of
+from llm_comm.integrations.engine_config import options_of, seconds_at_start
 from llm_comm.integrations.joining import ENGINE_TIMEOUT_S
 from llm_comm.integrations.measured_tables import MeasuredTables
+from llm_comm.planning.models import Model
 from llm_comm.planning.tables import ALL_REDUCE, Row, TuningTable, by_operation
 from llm_comm.runtime.rendezvous import Rendezvous
 
@@ -33,13 +34,13 @@ _USUAL_BUDGET_S = 20.0
 _REPS = 5
 
 
-def tune(communicator: Communicator, group: dist.ProcessGroup, hidden: int, log: logging.Logger) -> str:
+def tune(communicator: Communicator, group: dist.ProcessGroup, model: Model | None, log: logging.Logger) -> str:
     """Measure the sums of decode batches where no table is of the machine, and add their rows. Collective.
 
     Args:
         communicator: Of the group in which the models sum.
         group: gloo group of the same ranks.
-        hidden: Elements of a row of the model, on this rank; 0 where it is not known.
+        model: Of this rank; None where it is not known.
         log: Takes warnings.
 
     Returns:
@@ -52,11 +53,11 @@ def tune(communicator: Communicator, group: dist.ProcessGroup, hidden: int, log:
         return ""
     rendezvous = Rendezvous(group, ENGINE_TIMEOUT_S)
     # 0: on this rank there is nothing to measure.
-    wanted = 0 if communicator.table.origin.is_tuned else hidden
+    wanted = 0 if model is None or communicator.table.origin.is_tuned else model.hidden
     of_ranks = rendezvous.gather("rows of the model, where no table is of the machine", wanted)
     if wanted <= 0 or any(of_rank != wanted for of_rank in of_ranks):
         return ""
-    sums = _Sums(communicator, group, hidden, log)
+    sums = _Sums(communicator, group, wanted, log)
     kept = rendezvous.collect("sums that were measured", sums.kept)[0]
     rows = [Row(*row) for row in kept]
     if not rows:
@@ -71,14 +72,12 @@ def tune(communicator: Communicator, group: dist.ProcessGroup, hidden: int, log:
 
 
 def _budget_s(communicator: Communicator) -> float:
-    """Seconds that measuring may take; 0 where nothing is measured: on emulated GPUs, as a rule on shared ones, and
-    where an option names the algorithm."""
-    config: EngineOptions = options_of(communicator)
+    """Seconds that measuring may take; 0 where nothing is measured: on emulated GPUs, and where an option names the
+    algorithm."""
+    config = options_of(communicator)
     if communicator.is_emulated or config.algorithm != "auto":
         return 0.0
-    if config.tune_at_start != "auto":
-        return float(config.tune_at_start)
-    return 0.0 if config.share_gpu else _USUAL_BUDGET_S
+    return seconds_at_start(config, communicator.device, _USUAL_BUDGET_S)
 
 
 class _Sums:
@@ -97,7 +96,7 @@ class _Sums:
         """Rows of an earlier start, on rank 0."""
         if self._communicator.rank != 0:
             return []
-        table = self._tables().read(self._name)
+        table = self._tables.read(self._name)
         return [] if table is None else [row.without_figures() for rows in table.rows.values() for row in rows]
 
     def why_not_measured(self) -> str:
@@ -129,7 +128,7 @@ class _Sums:
         origin = self._table.origin._replace(is_tuned=True)
         self._communicator.use_table(over(self._table, rows)._replace(name=name, origin=origin))
         if self._communicator.rank == 0 and self.rows:
-            self._tables().write(self._name, self._table._replace(rows=by_operation(self.rows), layers=(), nodes=()))
+            self._tables.write(self._name, self._table._replace(rows=by_operation(self.rows), layers=(), nodes=()))
         when = f"in {time.monotonic() - self._start:.1f} s" if self.rows else "at an earlier start"
         return f"; sums of decode batches measured {when}"
 
@@ -137,6 +136,7 @@ class _Sums:
     def _name(self) -> str:
         return f"sums_{self._communicator.world_size}_ranks_{self._hidden}"
 
+    @functools.cached_property
     def _tables(self) -> MeasuredTables:
         return MeasuredTables(self._communicator.device, self._communicator.world_size, self._log)
 

@@ -6,6 +6,8 @@ import logging
 from collections.abc import Mapping, Sequence
 from typing import Any, cast
 
+import torch
+
 from llm_comm.communicator import Communicator
 from llm_comm.config import EngineOptions, check_names, load_with_unknown
 from llm_comm.installation import VERSION
@@ -55,6 +57,19 @@ def _warn(what: str, log: logging.Logger) -> None:
 def options_of(communicator: Communicator) -> EngineOptions:
     """Options of a communicator that an engine integration has made."""
     return cast(EngineOptions, communicator.config)
+
+
+def seconds_at_start(config: EngineOptions, device: torch.device, usual_s: float) -> float:
+    """How long something may be measured at the start of an engine, by option ``tune_at_start``; 0: not at all. On
+    emulated and shared GPUs nothing is, unless the option is a number.
+
+    Args:
+        device: Of this rank.
+        usual_s: Where the option is ``"auto"``.
+    """
+    if config.tune_at_start != "auto":
+        return float(config.tune_at_start)
+    return usual_s if device.type == "cuda" and not config.share_gpu else 0.0
 
 
 def check_parts_wanted(config: EngineOptions, group_name: str) -> EngineOptions:

@@ -18,11 +18,11 @@ from functools import partial
 import torch
 import torch.distributed as dist
 
-from llm_comm import _core
-from llm_comm.bench.layer_chains import call_of_choice, calls_of_others, choices_of, cold_weights, time_chain
+from llm_comm.bench.layer_chains import call_of_choice, calls_of_others, choices_of, cold_weights, spacer_of, time_chain
 from llm_comm.communicator import Communicator
 from llm_comm.config import EngineOptions
 from llm_comm.errors import MissingRankError, RendezvousError
+from llm_comm.integrations import engine_config
 from llm_comm.integrations.engine_config import options_of
 from llm_comm.integrations.joining import ENGINE_TIMEOUT_S
 from llm_comm.integrations.measured_tables import MeasuredTables
@@ -42,25 +42,19 @@ _MOST_CHOICES = 6
 _REPS = 7
 #: A layer is the engine's unless llm_comm's is faster by more than repeated runs differ.
 _MARGIN = 0.02
-#: Outputs and inputs of a short layer before every other one, and its tiling, which leaves room for a block of the next
-#: layer on the same multiprocessor. In a model qkv stands behind a short kernel, and the down-projection behind a long
-#: one.
-_SPACER = (64, 2048)
-_SPACER_CHOICE = _core.LinearChoice(block_outputs=8, stages=2, stage_boxes=4)
-
 #: Of a number of tokens: microseconds of a layer by the engine's kernel, and of llm_comm's by tiling: outputs of a
 #: block, stages, boxes of a stage. Half a spacer is in both.
 Times = tuple[float, list[tuple[int, int, int, float]]]
 
 
 def budget_s(config: EngineOptions, device: torch.device) -> float:
-    """Seconds that measuring may take; 0 where nothing is measured. On emulated and shared GPUs nothing is, unless the
-    option is a number."""
-    if config.fuse_linear is False:
-        return 0.0
-    if config.tune_at_start != "auto":
-        return float(config.tune_at_start)
-    return _USUAL_BUDGET_S if device.type == "cuda" and not config.share_gpu else 0.0
+    """Seconds that measuring may take; 0 where nothing is measured."""
+    return 0.0 if config.fuse_linear is False else engine_config.seconds_at_start(config, device, _USUAL_BUDGET_S)
+
+
+def tokens_on(communicator: Communicator) -> tuple[int, ...]:
+    """The numbers of tokens that layers are timed with."""
+    return _EMULATED_TOKENS if communicator.is_emulated else TOKENS
 
 
 def tune(communicator: Communicator, group: dist.ProcessGroup, layers: Iterable[Layer], log: logging.Logger) -> str:
@@ -108,7 +102,7 @@ def _tune(rendezvous: Rendezvous, tuning: _Tuning) -> str:
             tuning.found[layer] = [LayerRow(*row) for row in kept]
         elif not any(rendezvous.collect(f"time for {name}", tuning.is_late)):
             times = rendezvous.collect(f"measurement of {name}", partial(tuning.times, layer))
-            tuning.found[layer] = rows_of(layer, times)
+            tuning.found[layer] = rows_of(layer, tuning.tokens, times)
             tuning.measured.append(layer)
     return rendezvous.attempt("choice of linear layers", partial(tuning.use, len(layers)))
 
@@ -119,7 +113,8 @@ class _Tuning:
     def __init__(self, communicator: Communicator, layers: Iterable[Layer], log: logging.Logger) -> None:
         self._communicator, self._layers, self._log = communicator, layers, log
         self._start = time.monotonic()
-        self._bench: LayerBench | None = None
+        #: Of each layer that is timed.
+        self.tokens = tokens_on(communicator)
         #: Rows by layer, and the layers that were measured now.
         self.found: dict[LayerKey, list[LayerRow]] = {}
         self.measured: list[LayerKey] = []
@@ -127,6 +122,10 @@ class _Tuning:
     @functools.cached_property
     def _tables(self) -> MeasuredTables:
         return MeasuredTables(self._communicator.device, self._communicator.world_size, self._log)
+
+    @functools.cached_property
+    def _bench(self) -> LayerBench:
+        return LayerBench(self._communicator)
 
     def lacking(self) -> list[LayerKey]:
         """The layers that the table lacks."""
@@ -146,7 +145,6 @@ class _Tuning:
 
     def times(self, layer: LayerKey) -> list[Times]:
         """Time a layer with each number of tokens."""
-        self._bench = self._bench or LayerBench(self._communicator)
         try:
             return self._bench.times(layer)
         finally:
@@ -184,7 +182,6 @@ class LayerBench:
 
     def __init__(self, communicator: Communicator) -> None:
         self._communicator = communicator
-        self._tokens = _EMULATED_TOKENS if communicator.is_emulated else TOKENS
         self._random = torch.Generator(communicator.device).manual_seed(1)
 
     def times(self, layer: LayerKey) -> list[Times]:
@@ -194,9 +191,9 @@ class LayerBench:
         device = communicator.device
         dtype = FP8 if is_fp8(operation) else torch.bfloat16
         weights = cold_weights((weights_of(operation) * outputs, inputs), dtype, device)
-        spacer = self._spacer()
+        spacer = spacer_of(communicator)
         found = []
-        for tokens in self._tokens:
+        for tokens in tokens_on(communicator):
             x = torch.empty(tokens, inputs, device=device).normal_(generator=self._random).to(dtype)
             scales: tuple[torch.Tensor, ...] = ()
             if dtype is FP8:
@@ -217,14 +214,6 @@ class LayerBench:
         communicator.check()
         return found
 
-    def _spacer(self) -> Callable[[], object]:
-        outputs, inputs = _SPACER
-        x, weight = (
-            torch.ones(rows, inputs, dtype=torch.bfloat16, device=self._communicator.device) for rows in (1, outputs)
-        )
-        call = call_of_choice(self._communicator, x, x.new_empty(1, outputs), (), False, _SPACER_CHOICE)
-        return partial(call, weight)
-
 
 def _fastest(calls: Sequence[Callable[[torch.Tensor], object]], weights: Sequence[torch.Tensor]) -> float:
     """Time calls, and return the microseconds of the fastest that the device has kernels for: some GPUs lack torch's
@@ -244,7 +233,8 @@ def _fastest(calls: Sequence[Callable[[torch.Tensor], object]], weights: Sequenc
 
 
 def _spaced(call: Callable[[torch.Tensor], object], spacer: Callable[[], object]) -> Callable[[torch.Tensor], object]:
-    """The layer, behind a short one at every other call."""
+    """The layer, behind a short one at every other call. In a model qkv stands behind a short kernel, and the
+    down-projection behind a long one."""
     turns = itertools.cycle((True, False))
 
     def both(weight: torch.Tensor) -> None:
@@ -255,9 +245,8 @@ def _spaced(call: Callable[[torch.Tensor], object], spacer: Callable[[], object]
     return both
 
 
-def rows_of(layer: LayerKey, times: Sequence[Sequence[Times]]) -> list[LayerRow]:
-    """Rows of a layer by what each rank has measured."""
-    tokens = TOKENS if len(times[0]) == len(TOKENS) else _EMULATED_TOKENS
+def rows_of(layer: LayerKey, tokens: Sequence[int], times: Sequence[Sequence[Times]]) -> list[LayerRow]:
+    """Rows of a layer by what each rank has measured with these numbers of tokens."""
     return [_row_of(layer, up_to, of_ranks) for up_to, of_ranks in zip(tokens, zip(*times, strict=True), strict=True)]
 
 

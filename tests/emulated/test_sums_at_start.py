@@ -21,11 +21,18 @@ from llm_comm.config import Config, EngineOptions
 from llm_comm.integrations import collective_tuning
 from llm_comm.integrations.collective_tuning import TOKENS, over, tune
 from llm_comm.planning.catalogue import find_table
+from llm_comm.planning.models import Model, of_config
 from llm_comm.planning.tables import ALL_REDUCE, FUSED, Origin
 
 LOG = logging.getLogger("test")
 HIDDEN = 64
 SIZES = sorted(2 * HIDDEN * tokens for tokens in TOKENS)
+
+
+def model_of(hidden: int) -> Model | None:
+    """None for 0."""
+    entries = {"num_attention_heads": 1, "num_hidden_layers": 1, "intermediate_size": 64, "hidden_size": hidden}
+    return of_config(entries) if hidden else None
 
 
 class StandIn:
@@ -56,11 +63,11 @@ def start(
     rank = dist.get_rank()
     with make_communicator() as comm, mock.patch.object(collective_tuning, "Bench", StandIn):
         with mock.patch.object(collective_tuning, "_budget_s", return_value=60.0):
-            assert tune(comm, dist.group.WORLD, HIDDEN, LOG) == "", "a table is of this machine"
+            assert tune(comm, dist.group.WORLD, model_of(HIDDEN), LOG) == "", "a table is of this machine"
             assert StandIn.measured == 0
             before = comm.table._replace(origin=Origin("general", is_tuned=False))
             comm.use_table(before)
-            about = tune(comm, dist.group.WORLD, hidden_of_rank_1 if rank == 1 else HIDDEN, LOG)
+            about = tune(comm, dist.group.WORLD, model_of(hidden_of_rank_1 if rank == 1 else HIDDEN), LOG)
         rows = comm.table.rows
         x = torch.full((4, HIDDEN), rank + 1, dtype=torch.bfloat16)
         total = comm.world_size * (comm.world_size + 1) // 2
@@ -107,7 +114,9 @@ def test_messages_that_an_option_declines(ranks: RankPool, tmp_path: Path) -> No
 
 def test_where_sums_are_measured() -> None:
     def seconds(is_emulated: bool, **options: Any) -> float:
-        communicator: Any = mock.Mock(is_emulated=is_emulated, config=EngineOptions.load({}, **options))
+        communicator: Any = mock.Mock(
+            is_emulated=is_emulated, device=torch.device("cuda", 0), config=EngineOptions.load({}, **options)
+        )
         return collective_tuning._budget_s(communicator)
 
     assert seconds(False) == 20.0

@@ -18,7 +18,6 @@ from __future__ import annotations
 import argparse
 import time
 from collections.abc import Callable, Iterator
-from functools import partial
 from typing import Any
 
 import torch
@@ -26,7 +25,7 @@ from common import Session, add_seconds, parser, report, run, session
 from linear_shapes import LISTS, Layer
 
 from llm_comm import Communicator, Config, _core
-from llm_comm.bench.layer_chains import call_of_choice, cold_weights, time_chain
+from llm_comm.bench.layer_chains import call_of_choice, cold_weights, layer_by_torch, spacer_of, time_chain
 
 TOKENS = (1, 16, 32, 64)
 EMULATED = (Layer("linear", 192, 256, "emulated"), Layer("linear_silu_and_mul_fp8", 64, 256, "emulated"))
@@ -38,10 +37,6 @@ RINGS = (
     *((stages, 4) for stages in (2, 3, 4, 5, 7)),
     *((stages, 8) for stages in (2, 3)),
 )
-#: Outputs and inputs, and a tiling that leaves room for a block of the layer on the same multiprocessor, as that of an
-#: all-reduce does.
-SPACER = (64, 2048)
-SPACER_CHOICE = (8, 2, 4)
 REPS = 5
 
 
@@ -62,10 +57,7 @@ class Bench:
     def __init__(self, at: Session, comm: Communicator) -> None:
         self._at, self._comm = at, comm
         self._random = torch.Generator(at.device).manual_seed(1)
-        x, weight = (torch.ones(rows, SPACER[1], dtype=torch.bfloat16, device=at.device) for rows in (1, SPACER[0]))
-        layer = self._ours(Layer("linear", *SPACER, "spacer"), x, (), SPACER_CHOICE)
-        assert layer is not None
-        self._spacer = partial(layer, weight)
+        self._spacer = spacer_of(comm)
 
     def layer(self, layer: Layer) -> dict[str, Any]:
         """All times of a layer."""
@@ -113,13 +105,7 @@ class Bench:
     def _other(
         self, x: torch.Tensor, rows: int, scales: tuple[torch.Tensor, ...]
     ) -> Callable[[torch.Tensor], torch.Tensor]:
-        if scales:
-            x_scale, weight_scale = scales[0], scales[1].view(1, -1)
-            return lambda weight: torch._scaled_mm(
-                x, weight.t(), scale_a=x_scale, scale_b=weight_scale, out_dtype=torch.bfloat16, use_fast_accum=True
-            )
-        out = x.new_empty(len(x), rows)
-        return lambda weight: torch.mm(x, weight.t(), out=out)
+        return layer_by_torch(x, torch.empty(len(x), rows, dtype=torch.bfloat16, device=x.device), scales)
 
     def _ours(
         self,

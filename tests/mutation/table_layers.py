@@ -225,7 +225,7 @@ LINEAR_LAYERS: tuple[Mutant, ...] = (
     ),
     python(
         "shared GPUs are measured",
-        AT_START,
+        "llm_comm/integrations/engine_config.py",
         'device.type == "cuda" and not config.share_gpu',
         'device.type == "cuda"',
         OF_START,
@@ -261,8 +261,8 @@ LINEAR_LAYERS: tuple[Mutant, ...] = (
     python(
         "sums are measured where a table is of the machine",
         "llm_comm/integrations/collective_tuning.py",
-        "0 if communicator.table.origin.is_tuned else hidden",
-        "hidden",
+        "0 if model is None or communicator.table.origin.is_tuned else model.hidden",
+        "0 if model is None else model.hidden",
         "tests/emulated/test_sums_at_start.py",
     ),
 )

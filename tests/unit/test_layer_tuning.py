@@ -51,7 +51,7 @@ def test_the_slowest_rank_counts() -> None:
     first, second, third = (8, 2, 1), (16, 2, 1), (24, 2, 1)
     of_rank_0 = [(10.0, [(*first, 5.0), (*second, 6.0), (*third, 1.0)]), (10.0, [(*first, 9.9)])]
     of_rank_1 = [(11.0, [(*second, 6.5), (*first, 8.0)]), (9.0, [(*first, 9.0)])]
-    few, many = rows_of(KEY, [of_rank_0, of_rank_1])
+    few, many = rows_of(KEY, (1, 16), [of_rank_0, of_rank_1])
     # The third tiling was not timed by both.
     assert few == LayerRow(*KEY, 1, True, *second, 6.5, 11.0)
     assert many == LayerRow(*KEY, 16, False, *first, 9.9, 10.0), "faster by no more than repeated runs differ"
@@ -59,7 +59,7 @@ def test_the_slowest_rank_counts() -> None:
 
 def test_a_tiling_that_no_two_ranks_have_in_common() -> None:
     times = [(10.0, [(8, 2, 1, 1.0)])] * len(TOKENS), [(12.0, [(16, 2, 1, 1.0)])] * len(TOKENS)
-    found = rows_of(KEY, times)
+    found = rows_of(KEY, TOKENS, times)
     assert found == [LayerRow(*KEY, tokens, False, cublas_us=12.0) for tokens in TOKENS]
 
 

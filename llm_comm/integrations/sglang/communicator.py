@@ -117,11 +117,9 @@ def step_in(group: Any, arguments: Mapping[str, Any]) -> None:
     about_layers = _set_up_release(group, member.communicator)
     if kind == "tp":
         model = _model()
-        hidden = 0 if model is None else model.hidden
-        about_layers += collective_tuning.tune(member.communicator, group.cpu_group, hidden, logger)
-        about_layers += _set_up_fusion(group, member.communicator) + _set_up_invariant_linears(
-            group, member.communicator
-        )
+        about_layers += collective_tuning.tune(member.communicator, group.cpu_group, model, logger)
+        about_layers += _set_up_fusion(group, member.communicator, model)
+        about_layers += _set_up_invariant_linears(group, member.communicator)
     if sums:
         about_layers += _serve_flashinfer(group, member, is_elsewhere)
     if dist.get_rank() == 0:
@@ -215,7 +213,7 @@ def _why_not(group: Any, arguments: Mapping[str, Any]) -> str | None:
     return None
 
 
-def _set_up_fusion(group: Any, communicator: Communicator) -> str:
+def _set_up_fusion(group: Any, communicator: Communicator, model: Model | None) -> str:
     """Puts norms and the all-reduces before them in one kernel, on all ranks or on none. Returns what to log."""
     why_not = members.why_not_fused(communicator) or joining.objection_of_any(
         group.cpu_group, _attempt_norms(group, options_of(communicator))
@@ -227,10 +225,10 @@ def _set_up_fusion(group: Any, communicator: Communicator) -> str:
     at_every_size = communicator.config.batch_invariant_norm == "llm_comm"
     fusion.activate(at_every_size)
     sizes = descriptions.AT_EVERY_SIZE if at_every_size else ""
-    return f"; fused with RMSNorm{sizes}{_set_up_linears(group, communicator)}"
+    return f"; fused with RMSNorm{sizes}{_set_up_linears(group, communicator, model)}"
 
 
-def _set_up_linears(group: Any, communicator: Communicator) -> str:
+def _set_up_linears(group: Any, communicator: Communicator, model: Model | None) -> str:
     """Puts llm_comm in the place of linear layers before fused norms, on all ranks or on none. Returns what to log."""
     found = ""
     why_not = why_not_any(communicator)  # the same on all ranks
@@ -239,7 +237,6 @@ def _set_up_linears(group: Any, communicator: Communicator) -> str:
     if why_not is None:
         # By each rank alone, like FP8: no other takes part in a layer.
         activates = TABLE.attempt(seams.SILU_AND_MUL) is None
-        model = _model()
         layers = () if model is None else layers_of(model, group.world_size, activates and model.is_activated_in_sglang)
         found = layer_tuning.tune(communicator, group.cpu_group, layers, logger)
         why_not = why_not_preferred(communicator)

@@ -286,9 +286,7 @@ class LlmCommCommunicator(CudaCommunicator):  # type: ignore[misc]
             return
         about = about_parts + self._set_up_sleep(member.communicator)
         if self._kind == "tp":
-            model = configuration.model()
-            hidden = 0 if model is None else model.hidden
-            about += collective_tuning.tune(member.communicator, self.cpu_group, hidden, logger)
+            about += collective_tuning.tune(member.communicator, self.cpu_group, configuration.model(), logger)
             about += self._set_up_fusion(member.communicator) + self._set_up_invariant_linear(member.communicator)
         if self.global_rank == 0:
             logger.info("%s%s", member.summary("vLLM", sums=self._sums), about)

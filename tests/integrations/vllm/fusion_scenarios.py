@@ -20,6 +20,7 @@ from compiler_harness import (
     FP8_SCALE,
     HIDDEN,
     OUR_PASS,
+    Compiler,
     compiler,
     compiler_config,
     expect_no_fusion,
@@ -231,21 +232,25 @@ def norms_of_gemma_with_residual_are_fused_and_declined() -> None:
         assert matches(OUR_PASS) - before == 4
 
 
+def expect_static_quantization(vllm: Compiler, first: Any, second: Any, third: Any) -> None:
+    """Norms without and with residual are fused with the quantization behind them."""
+    quantize, scale = quantization(), torch.tensor([FP8_SCALE])
+
+    def model(x: torch.Tensor) -> Any:
+        total = tensor_model_parallel_all_reduce(x)
+        a, _ = quantize(first(total), scale)
+        normed, residual = second(tensor_model_parallel_all_reduce(x * 2), total)
+        b, _ = quantize(normed, scale)
+        c, _ = quantize(third(tensor_model_parallel_all_reduce(x * 4), residual + 1)[0], scale)
+        return a, b, residual, c
+
+    vllm.expect(model, fused=3, quantized=3)
+
+
 @scenario()
 def norms_of_gemma_are_fused_with_static_quantization() -> None:
     with compiler() as vllm:
-        first, second, third = gemma_norms(1e-5, 2e-5, 3e-5)
-        quantize, scale = quantization(), torch.tensor([FP8_SCALE])
-
-        def model(x: torch.Tensor) -> Any:
-            total = tensor_model_parallel_all_reduce(x)
-            a, _ = quantize(first(total), scale)
-            normed, residual = second(tensor_model_parallel_all_reduce(x * 2), total)
-            b, _ = quantize(normed, scale)
-            c, _ = quantize(third(tensor_model_parallel_all_reduce(x * 4), residual + 1)[0], scale)
-            return a, b, residual, c
-
-        vllm.expect(model, fused=3, quantized=3)
+        expect_static_quantization(vllm, *gemma_norms(1e-5, 2e-5, 3e-5))
 
 
 @scenario(LLM_COMM_MAX_MESSAGE_BYTES="1024")
@@ -310,19 +315,7 @@ def a_batch_of_any_size_takes_the_same_graph() -> None:
 @scenario(smoke=True)
 def static_quantization_is_fused_too() -> None:
     with compiler() as vllm:
-        first, second, third = norms(1e-5, 2e-5, 3e-5)
-        quantize = quantization()
-        scale = torch.tensor([FP8_SCALE])
-
-        def model(x: torch.Tensor) -> Any:
-            total = tensor_model_parallel_all_reduce(x)
-            a, _ = quantize(first(total), scale)
-            normed, residual = second(tensor_model_parallel_all_reduce(x * 2), total)
-            b, _ = quantize(normed, scale)
-            c, _ = quantize(third(tensor_model_parallel_all_reduce(x * 4), residual + 1)[0], scale)
-            return a, b, residual, c
-
-        vllm.expect(model, fused=3, quantized=3)
+        expect_static_quantization(vllm, *norms(1e-5, 2e-5, 3e-5))
 
 
 @scenario()
