@@ -6,7 +6,7 @@
 #   kernels_<descriptor>_<type>_<half>.cu   kernels for GPUs, of one data type and half of the worlds: they take nvcc long
 #   kernels_<descriptor>.cu                 all of an algorithm, in place of those (LLM_COMM_SPLIT_KERNELS=OFF)
 #   kernels_<descriptor>.cpp                the same for the emulator
-#   linear_<factors>_<type>_<epilogue>.cu, .cpp   kernels of linear layers, of one type of factors, of results, and epilogue
+#   linear_<factors>_<type>_<parts>.cu, .cpp   kernels of linear layers, of one type of factors and of results, and number of parts of the weight
 #
 # llm_comm_algorithm_sources(<list variable> cu|cpp) and llm_comm_linear_sources name the sources to compile; include directories are csrc,
 # csrc/include and <build>/generated. The files that a list names are relative to its own directory, or to csrc.
@@ -18,7 +18,7 @@ set(LLM_COMM_GENERATED "${CMAKE_CURRENT_BINARY_DIR}/generated")
 set(LLM_COMM_WORLDS kEven kOdd)
 # Of x and weight, and of results.
 set(LLM_COMM_LINEAR_TYPES kBFloat16/kBFloat16 kFloat16/kFloat16 kFloat8/kBFloat16 kFloat8/kFloat16)
-set(LLM_COMM_LINEAR_EPILOGUES kNone kSiluAndMul)
+set(LLM_COMM_LINEAR_WEIGHT_PARTS 1 2)
 set(LLM_COMM_ALGORITHM_LISTS "${LLM_COMM_CSRC}/algorithms/registry.def" "${LLM_COMM_CSRC}/optional/registry.def"
     ${LLM_COMM_EXTRA_ALGORITHMS})
 
@@ -158,15 +158,15 @@ function(llm_comm_linear_sources variable extension)
     string(REPLACE "/" ";" types "${types}")
     list(GET types 0 factors)
     list(GET types 1 type)
-    foreach(epilogue IN LISTS LLM_COMM_LINEAR_EPILOGUES)
-      set(source "${LLM_COMM_GENERATED}/algorithms/linear_${factors}_${type}_${epilogue}.${extension}")
+    foreach(parts IN LISTS LLM_COMM_LINEAR_WEIGHT_PARTS)
+      set(source "${LLM_COMM_GENERATED}/algorithms/linear_${factors}_${type}_${parts}.${extension}")
       llm_comm_write("${source}"
 "// Written by cmake/algorithms.cmake.
 #include \"algorithms/linear/kernel.cuh\"
 
 namespace llm_comm::inline LLM_COMM_TARGET {
 
-template struct LinearKernels<FactorType::${factors}, DataType::${type}, LinearEpilogue::${epilogue}>;
+template struct LinearKernels<FactorType::${factors}, DataType::${type}, ${parts}>;
 
 }  // namespace llm_comm::inline LLM_COMM_TARGET
 ")

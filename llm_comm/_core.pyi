@@ -1,5 +1,5 @@
 from collections.abc import Callable, Sequence
-from typing import Any, TypeAlias, TypedDict
+from typing import Any, Literal, TypeAlias, TypedDict
 
 from typing_extensions import NotRequired, Unpack
 
@@ -103,13 +103,15 @@ class Choice:
     @property
     def crowded_above(self) -> int: ...
 
+Epilogue: TypeAlias = Literal["none", "silu_and_mul", "gelu_tanh_and_mul"]
+
 # A linear layer. ``scales``, of FP8: whether each token has one of its own, and each row of the weight.
 class _LinearProblem(TypedDict):
     tokens: int
     inputs: int
     outputs: int
     data_type: int
-    silu_and_mul: bool
+    epilogue: Epilogue
     scales: NotRequired[tuple[bool, bool] | None]
 
 class LinearChoice:

@@ -96,7 +96,8 @@ class Communicator(Sums, GatherScatter, LinearLayers):
             gathers,
             scatters,
             layers,
-            Linear(*common, silu_and_mul=True),
+            Linear(*common, epilogue="silu_and_mul"),
+            Linear(*common, epilogue="gelu_tanh_and_mul"),
             Linear(*common, many_tokens=True),
             LinearAllReduce(self._handle, layers, sums),
             LinearAllReduceAddRmsNorm(self._handle, layers, norms),
@@ -110,6 +111,7 @@ class Communicator(Sums, GatherScatter, LinearLayers):
         self._linear = self._operations.linear.run
         self._linear_of_any_batch = self._operations.linear_of_any_batch.run
         self._linear_silu_and_mul = self._operations.linear_silu_and_mul.run
+        self._linear_gelu_tanh_and_mul = self._operations.linear_gelu_tanh_and_mul.run
         self._linear_all_reduce = self._operations.linear_all_reduce.run
         self._linear_all_reduce_add_rms_norm = self._operations.linear_all_reduce_add_rms_norm.run
         if self._multi_node is None:
@@ -318,6 +320,7 @@ class Communicator(Sums, GatherScatter, LinearLayers):
         self._operations.reduce_scatter.forget()
         self._operations.linear.forget()
         self._operations.linear_silu_and_mul.forget()
+        self._operations.linear_gelu_tanh_and_mul.forget()
         self._operations.linear_of_any_batch.forget()
         self._other_operations.forget()
 

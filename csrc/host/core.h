@@ -191,7 +191,7 @@ class Core {
   virtual std::vector<LinearChoice> linear_choices(const LinearProblem& problem) const = 0;
 
   // A linear layer, which no other rank takes part in. Buffers of the call: x [tokens, inputs], weight [outputs, inputs], or twice as
-  // many rows where the epilogue is silu-and-mul, and out [tokens, outputs], contiguous and 16-byte aligned; then the
+  // many rows where the epilogue is an activation, and out [tokens, outputs], contiguous and 16-byte aligned; then the
   // bias, an element of the type of out for each row of the weight, or 0; of FP8 then the fp32 scales of x and of the
   // weight, one or as many as rows each. The weight, its scales and the bias are read before the grids ahead in the
   // stream have ended: what writes them must have ended before the call. Throws std::invalid_argument for what the layer

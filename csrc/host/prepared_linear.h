@@ -28,6 +28,7 @@ class PreparedLinear final : public PreparedCall {
       throw std::invalid_argument("linear layer: FP8 needs a GPU of sm_89 or later, and a build with kernels for it");
     }
     launcher.permit_shared_bytes(function_);
+    args_.epilogue = problem.epilogue;
     args_.x_scale_of = problem.x_scale;
     args_.weight_scale_of = problem.weight_scale;
     args_.block_outputs = choice_.block_outputs;

@@ -2,18 +2,30 @@
 
 #include <pybind11/stl.h>
 
+#include <stdexcept>
+
 #include "python/data_type_at.h"
 
 namespace py = pybind11;
 
 namespace llm_comm::python {
 
-LinearProblem linear_problem(uint32_t tokens, uint32_t inputs, uint32_t outputs, uint32_t data_type, bool silu_and_mul,
-                             const RowScales& scales) {
+namespace {
+
+LinearEpilogue epilogue_of_name(const std::string& name) {
+  if (name == "none") return LinearEpilogue::kNone;
+  if (name == "silu_and_mul") return LinearEpilogue::kSiluAndMul;
+  if (name == "gelu_tanh_and_mul") return LinearEpilogue::kGeluTanhAndMul;
+  throw std::invalid_argument("linear layer: epilogue is '" + name +
+                              "'; it must be none, silu_and_mul or gelu_tanh_and_mul");
+}
+
+}  // namespace
+
+LinearProblem linear_problem(uint32_t tokens, uint32_t inputs, uint32_t outputs, uint32_t data_type,
+                             const std::string& epilogue, const RowScales& scales) {
   const DataType type = data_type_at(data_type);
-  LinearProblem problem{tokens,  inputs,
-                        outputs, factors_of_type(type),
-                        type,    silu_and_mul ? LinearEpilogue::kSiluAndMul : LinearEpilogue::kNone};
+  LinearProblem problem{tokens, inputs, outputs, factors_of_type(type), type, epilogue_of_name(epilogue)};
   if (scales) {
     problem.factors = FactorType::kFloat8;
     problem.x_scale = scales->first ? ScaleOf::kRow : ScaleOf::kTensor;
@@ -40,13 +52,13 @@ void add_linear(py::module_& module) {
 
   module.def(
       "linear_choice",
-      [](uint32_t tokens, uint32_t inputs, uint32_t outputs, uint32_t data_type, bool silu_and_mul,
+      [](uint32_t tokens, uint32_t inputs, uint32_t outputs, uint32_t data_type, const std::string& epilogue,
          const LinearChoice& choice, const RowScales& scales, uint32_t sm_count, uint32_t max_shared_bytes) {
-        const LinearProblem problem = linear_problem(tokens, inputs, outputs, data_type, silu_and_mul, scales);
+        const LinearProblem problem = linear_problem(tokens, inputs, outputs, data_type, epilogue, scales);
         return linear::complete(problem, choice, sm_count, max_shared_bytes);
       },
       py::kw_only(), py::arg("tokens"), py::arg("inputs"), py::arg("outputs"), py::arg("data_type"),
-      py::arg("silu_and_mul"), py::arg("choice"), py::arg("scales") = py::none(), py::arg("sm_count"),
+      py::arg("epilogue"), py::arg("choice"), py::arg("scales") = py::none(), py::arg("sm_count"),
       py::arg("max_shared_bytes"));
 }
 

@@ -176,22 +176,23 @@ PYBIND11_MODULE(_core, module) {
       .def(
           "linear_choices",
           [](const Core& core, uint32_t tokens, uint32_t inputs, uint32_t outputs, uint32_t data_type,
-             bool silu_and_mul, const RowScales& scales) {
-            return core.linear_choices(linear_problem(tokens, inputs, outputs, data_type, silu_and_mul, scales));
+             const std::string& epilogue, const RowScales& scales) {
+            return core.linear_choices(linear_problem(tokens, inputs, outputs, data_type, epilogue, scales));
           },
           py::kw_only(), py::arg("tokens"), py::arg("inputs"), py::arg("outputs"), py::arg("data_type"),
-          py::arg("silu_and_mul"), py::arg("scales") = py::none())
+          py::arg("epilogue"), py::arg("scales") = py::none())
       .def(
           "prepare_linear",
-          [](py::object core, uint32_t tokens, uint32_t inputs, uint32_t outputs, uint32_t data_type, bool silu_and_mul,
-             const LinearChoice& choice, const RowScales& scales, const std::optional<Counter>& counter) {
-            const LinearProblem problem = linear_problem(tokens, inputs, outputs, data_type, silu_and_mul, scales);
+          [](py::object core, uint32_t tokens, uint32_t inputs, uint32_t outputs, uint32_t data_type,
+             const std::string& epilogue, const LinearChoice& choice, const RowScales& scales,
+             const std::optional<Counter>& counter) {
+            const LinearProblem problem = linear_problem(tokens, inputs, outputs, data_type, epilogue, scales);
             CountedCall call{core.cast<Core&>().prepare_linear(problem, choice), counter};
             return as_function(std::move(core), std::move(call),
                                scales ? llm_comm::linear::kScaledInfo : llm_comm::linear::kInfo);
           },
           py::kw_only(), py::arg("tokens"), py::arg("inputs"), py::arg("outputs"), py::arg("data_type"),
-          py::arg("silu_and_mul"), py::arg("choice"), py::arg("scales") = py::none(), py::arg("counter") = py::none())
+          py::arg("epilogue"), py::arg("choice"), py::arg("scales") = py::none(), py::arg("counter") = py::none())
       .def("load_program", &Core::load_program, py::arg("image"), py::arg("kernel"), py::arg("title"),
            py::call_guard<py::gil_scoped_release>())
       .def(

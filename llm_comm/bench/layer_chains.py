@@ -110,7 +110,7 @@ def problem_of(x: torch.Tensor, out: torch.Tensor, scales: Sequence[torch.Tensor
         "inputs": x.shape[1],
         "outputs": out.shape[1],
         "data_type": tuple(registry.data_types()).index(name),
-        "silu_and_mul": silu,
+        "epilogue": "silu_and_mul" if silu else "none",
         "scales": (scales[0].numel() > 1, scales[1].numel() > 1) if scales else None,
     }
 

@@ -77,7 +77,7 @@ def _verdict(
 ) -> str:
     shape = f"{layer.outputs} x {layer.inputs}"
     if "silu" in layer.operation:
-        shape += ", with silu-and-mul" + " in vLLM" * (not is_activated_in_sglang)
+        shape += ", with its activation" + " in vLLM" * (not is_activated_in_sglang)
     if layer.why_not:
         return f"{shape}: the engine's: {layer.why_not}"
     if options.fuse_linear != "auto":

@@ -11,7 +11,7 @@ from llm_comm.communicator import Communicator
 from llm_comm.integrations.engine_config import options_of
 from llm_comm.integrations.layer_tuning import budget_s
 from llm_comm.operations.linear import ALIGNMENT
-from llm_comm.planning.layers import takes_features
+from llm_comm.planning.layers import LINEAR_GELU_TANH_AND_MUL, LINEAR_SILU_AND_MUL, takes_features
 
 #: Of FP8: of x, and of the weight.
 Scales = tuple[torch.Tensor, torch.Tensor]
@@ -30,10 +30,15 @@ FIRST_COLUMN_LINEAR = (
     "llm_comm: first column-parallel linear layer computed by llm_comm (%d ranks, shape %s, weight %s)"
 )
 
-#: The same of gate and up, with the activation.
-FIRST_LINEAR_SILU_AND_MUL = (
-    "llm_comm: first column-parallel linear layer computed with silu-and-mul (%d ranks, shape %s, weight %s)"
-)
+#: Said of the first layer of gate and up, by the communicator's method that computes it with its activation.
+FIRST_ACTIVATED = {
+    LINEAR_SILU_AND_MUL: (
+        "llm_comm: first column-parallel linear layer computed with silu-and-mul (%d ranks, shape %s, weight %s)"
+    ),
+    LINEAR_GELU_TANH_AND_MUL: (
+        "llm_comm: first column-parallel linear layer computed with gelu-tanh-and-mul (%d ranks, shape %s, weight %s)"
+    ),
+}
 
 
 #: In the mode in which a token's result must not depend on its batch.

@@ -1,4 +1,4 @@
-"""A linear layer, on one rank alone, plain or with silu-and-mul, of bf16, fp16 or FP8 with scales: its
+"""A linear layer, on one rank alone, plain or with an activation, of bf16, fp16 or FP8 with scales: its
 checks, what is prepared for its shapes, and the call itself. ``Communicator.linear`` and ``linear_silu_and_mul`` say
 more."""
 
@@ -17,7 +17,14 @@ from llm_comm.errors import LlmCommError, UnsupportedInputError
 from llm_comm.operations.fp8 import FP8, Scaling
 from llm_comm.operations.operands import Operands, check_memory, count_write, is_traced, why_not_operand, why_not_out
 from llm_comm.operations.operation import TORCH_TYPES, keep, within_range
-from llm_comm.planning.layers import LINEAR, LINEAR_SILU_AND_MUL, inputs_multiple, of_factors, takes_features
+from llm_comm.planning.layers import (
+    LINEAR,
+    LINEAR_GELU_TANH_AND_MUL,
+    LINEAR_SILU_AND_MUL,
+    inputs_multiple,
+    of_factors,
+    takes_features,
+)
 from llm_comm.planning.plan import NONE
 from llm_comm.planning.planner import Planner
 from llm_comm.runtime.core_handle import CoreHandle
@@ -37,7 +44,12 @@ _ALGORITHM = "linear"
 #: Bytes, at a multiple of which the core wants tensors to begin.
 ALIGNMENT = 16
 #: What operations call the layer's weight, where it is not ``linear_weight``.
-_WEIGHTS = {LINEAR: "weight", "linear_of_any_batch": "weight", LINEAR_SILU_AND_MUL: "gate_up_weight"}
+_WEIGHTS = {
+    LINEAR: "weight",
+    "linear_of_any_batch": "weight",
+    LINEAR_SILU_AND_MUL: "gate_up_weight",
+    LINEAR_GELU_TANH_AND_MUL: "gate_up_weight",
+}
 
 
 class PreparedLinear(NamedTuple):
@@ -58,20 +70,21 @@ class Linear:
     Args:
         handle: Of the core that launches them.
         planner: Of the communicator.
-        silu_and_mul: Whether the weight is that of gate and up, and the result ``silu(gate) * up``.
+        epilogue: ``"silu_and_mul"`` or ``"gelu_tanh_and_mul"`` where the weight is that of gate and up and the result
+            ``activation(gate) * up``.
         many_tokens: Whether calls of more than a few tokens are served, which are cut into tiles. None of them is FP8.
     """
 
     def __init__(
-        self, handle: CoreHandle, planner: Planner, silu_and_mul: bool = False, many_tokens: bool = False
+        self, handle: CoreHandle, planner: Planner, epilogue: _core.Epilogue = "none", many_tokens: bool = False
     ) -> None:
         self._handle = handle
         self._planner = planner
-        self._silu_and_mul = silu_and_mul
+        self._epilogue = epilogue
         self._most_tokens = _core.linear_max_many_tokens if many_tokens else _core.linear_max_tokens
-        self._name = LINEAR_SILU_AND_MUL if silu_and_mul else LINEAR
+        self._name = LINEAR if epilogue == "none" else f"linear_{epilogue}"
         #: Rows of the weight for an output.
-        self._parts = 2 if silu_and_mul else 1
+        self._parts = 1 if epilogue == "none" else 2
         self._device = handle.device
         self._current_stream = current_stream_of(handle.device)
         numbers = {name: number for number, name in enumerate(registry.data_types())}
@@ -98,7 +111,7 @@ class Linear:
         weight_scale: _Tensor | None = None,
         out_dtype: torch.dtype | None = None,
     ) -> Any:
-        """``Communicator.linear``, or ``linear_silu_and_mul``, of tensors that have memory of their own, now.
+        """``Communicator.linear``, or that with an activation, of tensors that have memory of their own, now.
 
         Raises:
             UnsupportedInputError: Something does not fit.
@@ -313,7 +326,7 @@ class Linear:
             inputs=inputs,
             outputs=outputs,
             data_type=self._data_types[dtype],
-            silu_and_mul=self._silu_and_mul,
+            epilogue=self._epilogue,
             counter=counter,
         )
         if scaling is not None:
@@ -348,7 +361,7 @@ class Linear:
         if weight.dtype != x.dtype:
             return f"{weight_name} is {weight.dtype}, x is {x.dtype}"
         if weight.dim() != 2 or x.dim() == 0 or x.shape[-1] != weight.shape[1] or weight.shape[0] % self._parts != 0:
-            outputs = "2 * outputs" if self._silu_and_mul else "outputs"
+            outputs = "outputs" if self._parts == 1 else "2 * outputs"
             return (
                 f"{weight_name} has shape {tuple(weight.shape)}: it must be [{outputs}, inputs] with the inputs of a "
                 f"row of x, {tuple(x.shape)}"

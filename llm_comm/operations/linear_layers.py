@@ -14,7 +14,7 @@ from llm_comm.operations.operands import PLAIN as _PLAIN
 from llm_comm.operations.operands import PLAIN_WEIGHTS as _WEIGHTS
 from llm_comm.operations.operands import attempt
 from llm_comm.operations.operands import is_watched as _is_watched
-from llm_comm.planning.layers import LINEAR, LINEAR_SILU_AND_MUL, of_factors
+from llm_comm.planning.layers import LINEAR, LINEAR_GELU_TANH_AND_MUL, LINEAR_SILU_AND_MUL, of_factors
 from llm_comm.planning.planner import Planner
 
 # Global names cost less than attributes.
@@ -32,6 +32,7 @@ class LinearLayers:
     _linear: Callable[..., Any]
     _linear_of_any_batch: Callable[..., Any]
     _linear_silu_and_mul: Callable[..., Any]
+    _linear_gelu_tanh_and_mul: Callable[..., Any]
     _linear_all_reduce: Callable[..., Any]
     _linear_all_reduce_add_rms_norm: Callable[..., Any]
 
@@ -169,22 +170,55 @@ class LinearLayers:
                 or ``out`` does not fit.
             CommunicatorError, RuntimeError: As of ``linear``.
         """
+        operands = x, gate_up_weight, out, bias, x_scale, weight_scale, out_dtype
+        return self._gated(LINEAR_SILU_AND_MUL, self._linear_silu_and_mul, *operands)
+
+    def linear_gelu_tanh_and_mul(
+        self,
+        x: torch.Tensor,
+        gate_up_weight: torch.Tensor,
+        out: torch.Tensor | None = None,
+        *,
+        bias: torch.Tensor | None = None,
+        x_scale: torch.Tensor | None = None,
+        weight_scale: torch.Tensor | None = None,
+        out_dtype: torch.dtype | None = None,
+    ) -> torch.Tensor:
+        """``gelu(x @ gate.T) * (x @ up.T)`` with the tanh approximation of gelu, as Gemma's MLP has it.
+
+        Arguments, result and errors are those of ``linear_silu_and_mul``. The activation is g / (1 + exp(-2u)) with
+        u = sqrt(2 / pi) * (g + 0.044715 * g**3), which is gelu(g, approximate="tanh"), in fp32.
+        ``prefers_linear_silu_and_mul`` answers for this method too: both run the same kernel.
+        """
+        operands = x, gate_up_weight, out, bias, x_scale, weight_scale, out_dtype
+        return self._gated(LINEAR_GELU_TANH_AND_MUL, self._linear_gelu_tanh_and_mul, *operands)
+
+    def _gated(
+        self,
+        operation: str,
+        run: Callable[..., torch.Tensor],
+        x: torch.Tensor,
+        weight: torch.Tensor,
+        out: torch.Tensor | None,
+        bias: torch.Tensor | None,
+        x_scale: torch.Tensor | None,
+        weight_scale: torch.Tensor | None,
+        out_dtype: torch.dtype | None,
+    ) -> torch.Tensor:
+        """Call the method named ``operation``: by ``run``, or by its torch operator where tensors are not plain."""
         if (
             _is_compiling()
             or type(x) is not _Tensor
-            or type(gate_up_weight) not in _WEIGHTS
+            or type(weight) not in _WEIGHTS
             or type(bias) not in _PLAIN
             or type(x_scale) not in _PLAIN
             or type(weight_scale) not in _PLAIN
             or _is_watched()
         ):
             scaling = Scaling.of(x_scale, weight_scale, out_dtype, out)
-            result: torch.Tensor = linear_operators.linear(
-                "linear_silu_and_mul", x, gate_up_weight, out, bias, scaling, self.name
-            )
-        else:
-            result = self._linear_silu_and_mul(x, gate_up_weight, out, bias, x_scale, weight_scale, out_dtype)
-        return result
+            result: torch.Tensor = linear_operators.linear(operation, x, weight, out, bias, scaling, self.name)
+            return result
+        return run(x, weight, out, bias, x_scale, weight_scale, out_dtype)
 
     def linear_all_reduce(
         self,
@@ -340,15 +374,36 @@ class LinearLayers:
         weight_scale: torch.Tensor | None = None,
         out_dtype: torch.dtype | None = None,
     ) -> torch.Tensor | None:
-        """The same of ``linear_silu_and_mul``."""
-        if not self._prefers_operands(LINEAR_SILU_AND_MUL, x, gate_up_weight, x_scale is not None):
+        """``linear_silu_and_mul`` of a preferred layer, as ``try_linear``."""
+        options = {"bias": bias, "x_scale": x_scale, "weight_scale": weight_scale, "out_dtype": out_dtype}
+        return self._try_gated(self.accepts_linear_silu_and_mul, self.linear_silu_and_mul, x, gate_up_weight, options)
+
+    def try_linear_gelu_tanh_and_mul(
+        self,
+        x: torch.Tensor,
+        gate_up_weight: torch.Tensor,
+        *,
+        bias: torch.Tensor | None = None,
+        x_scale: torch.Tensor | None = None,
+        weight_scale: torch.Tensor | None = None,
+        out_dtype: torch.dtype | None = None,
+    ) -> torch.Tensor | None:
+        """``linear_gelu_tanh_and_mul`` of a preferred layer, as ``try_linear``."""
+        options = {"bias": bias, "x_scale": x_scale, "weight_scale": weight_scale, "out_dtype": out_dtype}
+        accepts = self.accepts_linear_gelu_tanh_and_mul
+        return self._try_gated(accepts, self.linear_gelu_tanh_and_mul, x, gate_up_weight, options)
+
+    def _try_gated(
+        self,
+        accepts: Callable[..., bool],
+        call: Callable[..., torch.Tensor],
+        x: torch.Tensor,
+        weight: torch.Tensor,
+        options: dict[str, Any],
+    ) -> torch.Tensor | None:
+        if not self._prefers_operands(LINEAR_SILU_AND_MUL, x, weight, options["x_scale"] is not None):
             return None
-        options: dict[str, Any] = {"bias": bias, "x_scale": x_scale, "weight_scale": weight_scale}
-        options["out_dtype"] = out_dtype
-        return attempt(
-            partial(self.accepts_linear_silu_and_mul, x, gate_up_weight, **options),
-            partial(self.linear_silu_and_mul, x, gate_up_weight, **options),
-        )
+        return attempt(partial(accepts, x, weight, **options), partial(call, x, weight, **options))
 
     def try_linear_all_reduce_add_rms_norm(
         self,
@@ -427,6 +482,20 @@ class LinearLayers:
         """The same for ``linear_silu_and_mul``."""
         scaling = Scaling.of(x_scale, weight_scale, out_dtype)
         return self._operations.linear_silu_and_mul.accepts(x, gate_up_weight, scaling, bias)
+
+    def accepts_linear_gelu_tanh_and_mul(
+        self,
+        x: torch.Tensor,
+        gate_up_weight: torch.Tensor,
+        *,
+        bias: torch.Tensor | None = None,
+        x_scale: torch.Tensor | None = None,
+        weight_scale: torch.Tensor | None = None,
+        out_dtype: torch.dtype | None = None,
+    ) -> bool:
+        """The same for ``linear_gelu_tanh_and_mul``."""
+        scaling = Scaling.of(x_scale, weight_scale, out_dtype)
+        return self._operations.linear_gelu_tanh_and_mul.accepts(x, gate_up_weight, scaling, bias)
 
     def accepts_linear_all_reduce(
         self,

@@ -121,6 +121,7 @@ class Operations:
     reduce_scatter: ReduceScatter
     linear: Linear
     linear_silu_and_mul: Linear
+    linear_gelu_tanh_and_mul: Linear
     linear_of_any_batch: Linear
     linear_all_reduce: LinearAllReduce
     linear_all_reduce_add_rms_norm: LinearAllReduceAddRmsNorm

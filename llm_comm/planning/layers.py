@@ -12,6 +12,9 @@ from llm_comm.config import Config
 #: By the name of the communicator's method.
 LINEAR = "linear"
 LINEAR_SILU_AND_MUL = "linear_silu_and_mul"
+LINEAR_GELU_TANH_AND_MUL = "linear_gelu_tanh_and_mul"
+#: Methods whose kernel is that of another method, and so are its rows.
+_MEASURED_AS = {LINEAR_GELU_TANH_AND_MUL: LINEAR_SILU_AND_MUL}
 #: The same of FP8 operands, which are measured by themselves.
 _OF_FP8 = {LINEAR: "linear_fp8", LINEAR_SILU_AND_MUL: "linear_silu_and_mul_fp8"}
 #: Tokens, bytes of a weight and bytes of its rows, up to which a layer that no table has is faster than cuBLAS, with
@@ -83,7 +86,8 @@ def inputs_multiple(fp8: bool) -> int:
 
 
 def of_factors(operation: str, fp8: bool) -> str:
-    """What a table calls ``LINEAR`` or ``LINEAR_SILU_AND_MUL``, of FP8 operands or of others."""
+    """Name in tables of a method's layers, of FP8 operands or of others."""
+    operation = _MEASURED_AS.get(operation, operation)
     return _OF_FP8[operation] if fp8 else operation
 
 

@@ -24,6 +24,8 @@ _OF_GEMMA_3 = {
     "rms_norm_eps": 1e-6,
     "hidden_activation": "gelu_pytorch_tanh",
 }
+#: Of ``hidden_act``: activations that the layer of gate and up may be computed with.
+_ACTIVATIONS = ("silu", "gelu_pytorch_tanh")
 #: Of ``model_type``: models whose MLP in SGLang is ``LlamaMLP`` or ``Qwen2MLP``, which llm_comm hooks
 #: (``integrations/sglang/gated_mlps.py``).
 _ACTIVATED_IN_SGLANG = ("llama", "mistral", "phi3", "qwen2", "qwen3")
@@ -53,7 +55,7 @@ class Model(NamedTuple):
 
     @property
     def is_activated_in_sglang(self) -> bool:
-        """Whether SGLang may compute gate and up with silu-and-mul, where that is the activation; vLLM always may."""
+        """Whether SGLang may compute gate and up with their activation; vLLM always may."""
         return self.kind in _ACTIVATED_IN_SGLANG and not self.is_fp8
 
 
@@ -184,7 +186,7 @@ def layers_of(model: Model, ranks: int, with_activation: bool = True) -> Iterato
     """The linear layers that a rank computes.
 
     Args:
-        with_activation: Whether gate and up are one layer with silu-and-mul, where that is their activation.
+        with_activation: Whether gate and up are one layer with their activation, where there is a kernel for it.
 
     Returns:
         None where ranks do not divide the model.
@@ -199,7 +201,7 @@ def layers_of(model: Model, ranks: int, with_activation: bool = True) -> Iterato
         yield _layer(model, "o_proj", LINEAR, model.hidden, heads * model.head_size, behind)
     if model.inner:
         inner = model.inner // ranks
-        if model.is_gated and model.activation == "silu" and with_activation:
+        if model.is_gated and model.activation in _ACTIVATIONS and with_activation:
             yield _layer(model, "gate_up_proj", LINEAR_SILU_AND_MUL, inner, model.hidden)
         else:
             outputs = 2 * inner if model.is_gated else inner

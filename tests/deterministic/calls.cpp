@@ -77,8 +77,10 @@ const std::vector<NamedSubject>& subjects() {
     for (uint32_t form = 0; form < std::size(forms); ++form) {
       found.push_back({forms[form], {0, static_cast<Form>(form), DataType::kBFloat16, Quantization::kNone}});
     }
-    for (const LinearEpilogue epilogue : {LinearEpilogue::kNone, LinearEpilogue::kSiluAndMul}) {
-      const std::string name = epilogue == LinearEpilogue::kNone ? "linear" : "linear_silu_and_mul";
+    const char* const layers[] = {"linear", "linear_silu_and_mul", "linear_gelu_tanh_and_mul"};
+    for (uint32_t number = 0; number < std::size(layers); ++number) {
+      const std::string name = layers[number];
+      const auto epilogue = static_cast<LinearEpilogue>(number);
       for (const bool is_fp8 : {false, true}) {
         for (const DataType type : {DataType::kBFloat16, DataType::kFloat16}) {
           found.push_back(

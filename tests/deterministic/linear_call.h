@@ -103,8 +103,8 @@ class LinearCall final : public Call {
   uint64_t operations() const override { return 0; }
 
   std::string name() const override {
-    const bool is_plain = problem_.epilogue == LinearEpilogue::kNone;
-    return "linear layer" + std::string(is_plain ? "" : " with silu-and-mul") + " of " +
+    constexpr const char* kBehind[] = {"", " with silu-and-mul", " with gelu-tanh-and-mul"};
+    return "linear layer" + std::string(kBehind[static_cast<uint32_t>(problem_.epilogue)]) + " of " +
            std::to_string(problem_.tokens) + " tokens, " + std::to_string(problem_.inputs) + " inputs, " +
            std::to_string(problem_.outputs) + " outputs " + data_type_name(D) + about_scales() +
            (bias_.empty() ? "" : ", a bias") + " (block_outputs " + std::to_string(choice_.block_outputs) +
@@ -150,7 +150,7 @@ class LinearCall final : public Call {
   }
   // Seldom many: a tile that is cut off, or one and a token of the next.
   static uint32_t draw_tokens(LinearEpilogue epilogue, Random& random) {
-    if (linear::serves_many(F, epilogue) && random.between(1, 8) == 1) return random.pick({65u, 257u});
+    if (linear::serves_many(F, weight_parts(epilogue)) && random.between(1, 8) == 1) return random.pick({65u, 257u});
     return random.pick({1u, 3u, 8u, 9u});
   }
 
@@ -173,9 +173,10 @@ class LinearCall final : public Call {
     for (uint32_t token = 0; token < problem_.tokens; ++token) {
       for (uint32_t output = 0; output < problem_.outputs; ++output) {
         const uint16_t first = product(token, output);
-        expected_.push_back(problem_.epilogue == LinearEpilogue::kNone
-                                ? first
-                                : silu_and_mul<D>(first, product(token, problem_.outputs + output)));
+        expected_.push_back(
+            weight_parts(problem_.epilogue) == 1
+                ? first
+                : activate_and_mul<D>(problem_.epilogue, first, product(token, problem_.outputs + output)));
       }
     }
   }

@@ -128,7 +128,8 @@ def test_subjects_are_the_algorithms_of_the_registry(programs: Path) -> None:
     fused = [name for name in algorithms if name.startswith("all_reduce_add_rms_norm/")]
     quantizations = ("static", "dynamic", "group", "group_column_major_tma_ue8m0")
     fp8 = [f"{name}+{quantization}" for name in fused for quantization in quantizations]
-    layers = ["linear", "linear+fp8", "linear_silu_and_mul", "linear_silu_and_mul+fp8"]
+    kinds = ("linear", "linear_silu_and_mul", "linear_gelu_tanh_and_mul")
+    layers = [name + operands for name in kinds for operands in ("", "+fp8")]
     assert listed[len(algorithms) :] == [*fp8, "put", "get", "packets", "port", *layers]
     assert "broadcast/direct" in algorithms
 

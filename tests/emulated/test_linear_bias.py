@@ -15,7 +15,7 @@ from linear_calls import INPUTS, NORM, OUTPUTS, RESIDUAL, TOKENS, WEIGHT, X, com
 from reference import assert_bitwise_equal, bits
 from test_fused import at_offset
 from test_linear import SHAPES, assert_is_layer, assert_same, every_dtype, operands, small_integers, some_worlds
-from test_linear_silu import assert_is_silu_and_mul
+from test_linear_gated import SILU, assert_is_activated
 from torch._subclasses import FakeTensorMode
 
 from llm_comm import Communicator, UnsupportedInputError, _core
@@ -51,7 +51,7 @@ def check_layer(dtype: torch.dtype) -> None:
             assert comm.linear(x, weight, out, bias=bias) is out
             assert_bitwise_equal(out, y, "out")
             activated = comm.linear_silu_and_mul(x, weight, bias=bias)
-            assert_is_silu_and_mul(activated, y, f"{tokens} tokens, {inputs} inputs, {outputs} outputs")
+            assert_is_activated(SILU, activated, y, f"{tokens} tokens, {inputs} inputs, {outputs} outputs")
             assert_same((x, weight, bias), copies, "operands")
             assert not comm.linear(x, weight).equal(y), "a layer without bias is another one"
 
@@ -122,7 +122,7 @@ def check_fp8(dtype: torch.dtype) -> None:
             excess = (y.double() - exact).abs() - 1.01 * bound - info.smallest_normal * info.eps
             assert excess.max() <= 0, f"{tokens} tokens, {inputs} inputs: off by {float(excess.max())}"
             activated = comm.linear_silu_and_mul(of.x, of.weight, **options)
-            assert_is_silu_and_mul(activated, y, f"{tokens} tokens, {inputs} inputs, {outputs} outputs")
+            assert_is_activated(SILU, activated, y, f"{tokens} tokens, {inputs} inputs, {outputs} outputs")
             row = of.rows(tokens - 1, 1)
             alone = comm.linear(row.x, row.weight, **{**options, **row.scales()})
             assert_bitwise_equal(alone[0], y[-1], "a row alone")
@@ -169,7 +169,7 @@ def check_choices() -> None:
                 inputs=inputs,
                 outputs=outputs,
                 data_type=comm._operations.linear._data_types[dtype],
-                silu_and_mul=silu,
+                epilogue="silu_and_mul" if silu else "none",
                 choice=_core.LinearChoice(block_outputs=block, stages=3, stage_boxes=2),
             )
             out = torch.empty(tokens, outputs, dtype=dtype)

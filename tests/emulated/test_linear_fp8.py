@@ -15,7 +15,7 @@ from linear_calls import ones
 from reference import assert_bitwise_equal, bits
 from test_fused import at_offset
 from test_linear import QUANTIZATIONS, as_bits, assert_same, every_dtype, some_worlds
-from test_linear_silu import assert_is_silu_and_mul
+from test_linear_gated import SILU, assert_is_activated
 from torch._subclasses import FakeTensorMode
 
 from llm_comm import Communicator, UnsupportedInputError
@@ -195,7 +195,7 @@ def check_silu(dtype: torch.dtype) -> None:
             what = f"{tokens} tokens, {inputs} inputs, {outputs} outputs"
             products = comm.linear(of.x, of.weight, **of.scales(), out_dtype=dtype)
             y = comm.linear_silu_and_mul(of.x, of.weight, **of.scales(), out_dtype=dtype)
-            assert_is_silu_and_mul(y, products, what)
+            assert_is_activated(SILU, y, products, what)
 
 
 @every_dtype

@@ -93,6 +93,7 @@ def cases(world: int) -> list[Case]:
         Case("linear", {**layer, "out": rows(64)}, out),
         Case("linear_of_any_batch", {**layer, "out": rows(64)}, out),
         Case("linear_silu_and_mul", {**gate_up, "out": rows(64)}, out),
+        Case("linear_gelu_tanh_and_mul", {**gate_up, "out": rows(64)}, out),
         Case("linear_all_reduce", {**summed, "out": rows(64)}, out),
         Case("linear_all_reduce", {**scaled, "out": rows(64)}, out),
         Case(
@@ -102,6 +103,7 @@ def cases(world: int) -> list[Case]:
         ),
         Case("try_linear", layer),
         Case("try_linear_silu_and_mul", gate_up),
+        Case("try_linear_gelu_tanh_and_mul", gate_up),
         Case("try_linear_all_reduce_add_rms_norm", before_norm, options={"eps": EPS}),
         Case("try_all_reduce_add_rms_norm", {**norm, **written}, tuple(written), (*of_norm, *same), {"eps": EPS}),
         Case("run", {"input": rows(), "output": rows()}, ("output",), has_operator=False),

@@ -1,4 +1,4 @@
-"""Random test: linear layers, plain, with silu-and-mul and with what comes behind them, each result compared by bits.
+"""Random test: linear layers, plain, with an activation and with what comes behind them, each result compared by bits.
 
     torchrun --standalone --nproc-per-node 8 tests/gpu/random_linear.py
 
@@ -14,6 +14,7 @@ and have the same bits in each call. Layers of any batch must have the bits of `
 from __future__ import annotations
 
 import argparse
+import math
 import random
 import sys
 import time
@@ -31,7 +32,8 @@ from llm_comm import Communicator, Config
 
 SETTLE_EVERY = 50
 MOST_FAILURES = 10
-ALONE = ("linear", "linear_silu_and_mul", "linear_of_any_batch")
+GATED = ("linear_silu_and_mul", "linear_gelu_tanh_and_mul")
+ALONE = ("linear", *GATED, "linear_of_any_batch")
 FEW = 64
 MANY = 2000
 KINDS = (*ALONE, "linear_all_reduce", "linear_all_reduce_add_rms_norm")
@@ -61,7 +63,7 @@ class Case:
     @property
     def rows(self) -> int:
         """Of the weight."""
-        return self.outputs * (2 if self.kind == "linear_silu_and_mul" else 1)
+        return self.outputs * (2 if self.kind in GATED else 1)
 
     @property
     def factors(self) -> torch.dtype:
@@ -166,8 +168,8 @@ class Runner:
                 return (self._communicator.linear(shaped, weight, target, **typed),)
             if case.kind == "linear_of_any_batch":
                 return (self._communicator.linear_of_any_batch(shaped, weight, target, bias=given.bias),)
-            if case.kind == "linear_silu_and_mul":
-                return (self._communicator.linear_silu_and_mul(shaped, weight, target, **typed),)
+            if case.kind in GATED:
+                return (getattr(self._communicator, case.kind)(shaped, weight, target, **typed),)
             if case.kind == "linear_all_reduce":
                 return (self._communicator.linear_all_reduce(shaped, weight, target, **typed),)
             return self._communicator.linear_all_reduce_add_rms_norm(
@@ -248,7 +250,7 @@ class Runner:
     ) -> None:
         rank = self._ranks.rank
         self._ranks.synchronize()
-        linear, silu_and_mul = self._communicator.linear, self._communicator.linear_silu_and_mul
+        linear = self._communicator.linear
         if case.tokens > FEW:
             layers = [torch.cat([linear(x, of.weight, bias=of.bias) for x in of.x.split(FEW)]) for of in operands]
         else:
@@ -260,11 +262,12 @@ class Runner:
         beyond = differs(alone[0], layers[rank][row]).sum() + _beyond(case, layers[rank], own).sum()
         if case.kind in ("linear", "linear_of_any_batch"):
             expected: tuple[torch.Tensor, ...] = (layers[rank],)
-        elif case.kind == "linear_silu_and_mul":
-            expected = (silu_and_mul(own.x, own.weight, **own.options(case.dtype)),)
-            alone = silu_and_mul(single.x, single.weight, **single.options(case.dtype))
+        elif case.kind in GATED:
+            gated = getattr(self._communicator, case.kind)
+            expected = (gated(own.x, own.weight, **own.options(case.dtype)),)
+            alone = gated(single.x, single.weight, **single.options(case.dtype))
             beyond = beyond + differs(alone[0], expected[0][row]).sum()
-            beyond = beyond + _beyond_silu_and_mul(expected[0], layers[rank]).sum()
+            beyond = beyond + _beyond_activation(case.kind, expected[0], layers[rank]).sum()
         elif case.kind == "linear_all_reduce":
             rows = torch.stack([layer.flatten() for layer in layers])
             expected = (rank_order_sum(rows).view(case.tokens, case.outputs),)
@@ -313,13 +316,17 @@ def _beyond_bound(got: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, bias
     return ~overflows & ~((got.double() - total).abs() <= bound)
 
 
-def _beyond_silu_and_mul(got: torch.Tensor, products: torch.Tensor) -> torch.Tensor:
+def _beyond_activation(kind: str, got: torch.Tensor, products: torch.Tensor) -> torch.Tensor:
     """By element: further from float64 than fp32 arithmetic on these products and one rounding can bring it. exp is off
-    by up to two units in the last place, and beyond fp32 where silu is less than 1e-36."""
+    by up to two units in the last place, its argument by a few, and it is beyond fp32 where the activation is less than
+    1e-36."""
     gate, up = products.double().chunk(2, dim=-1)
-    exact = torch.nn.functional.silu(gate) * up
+    is_silu = kind == "linear_silu_and_mul"
+    exponent = gate if is_silu else 2 * math.sqrt(2 / math.pi) * (gate + 0.044715 * gate**3)
+    exact = gate * torch.sigmoid(exponent) * up
     info = torch.finfo(got.dtype)
-    bound = 1.01 * exact.abs() * (info.eps / 2 + 6 * 2.0**-24) + info.tiny * info.eps + 1e-36 * up.abs()
+    arithmetic = 2.0**-24 * (6 if is_silu else 6 + 4 * exponent.abs().clamp(max=100))
+    bound = 1.01 * exact.abs() * (info.eps / 2 + arithmetic) + info.tiny * info.eps + 1e-36 * up.abs()
     overflows = exact.abs() + bound >= info.max
     is_known = gate.isfinite() & up.isfinite() & ~overflows
     return is_known & ~((got.double() - exact).abs() <= bound)

@@ -40,7 +40,7 @@ FUSED_SCHEDULES = "driver --cases 600 --algorithm all_reduce_add_rms_norm/"
 AFTER_ERRORS = "driver --cases 60 --mishaps --alone --algorithm all_reduce_add_rms_norm/one_shot+"
 
 SYMMETRIC = "tests/emulated/test_direct_algorithms.py"
-SILU_AND_MUL = "tests/emulated/test_linear_silu.py"
+GATED = "tests/emulated/test_linear_gated.py"
 LINEAR_FP8 = "tests/emulated/test_linear_fp8.py"
 LINEAR_BIAS = "tests/emulated/test_linear_bias.py"
 MANY_TOKENS = "tests/emulated/test_linear.py"
@@ -494,29 +494,36 @@ KERNELS = (
     ),
     # ---- Linear layers ----
     cpp(
-        "silu-and-mul rounds twice",
+        "an activation is rounded before it is multiplied",
         EPILOGUE,
-        "Element<D>::round(gate / (1.0f + exponential(-gate)) * up)",
+        "Element<D>::round(gate / (1.0f + exponential(-exponent)) * up)",
         "Element<D>::round("
-        "(WITHOUT ? Element<D>::value(Element<D>::round(gate / (1.0f + exponential(-gate))))"
-        " : gate / (1.0f + exponential(-gate))) * up)",
-        SILU_AND_MUL,
+        "(WITHOUT ? Element<D>::value(Element<D>::round(gate / (1.0f + exponential(-exponent))))"
+        " : gate / (1.0f + exponential(-exponent))) * up)",
+        GATED,
     ),
     cpp(
-        "silu-and-mul of up and gate",
+        "an activation of up, times gate",
         LINEAR,
-        "bits = silu_and_mul<D>(bits, Element<D>::round(results[1][k]));",
-        "bits = WITHOUT ? silu_and_mul<D>(Element<D>::round(results[1][k]), bits)"
-        " : silu_and_mul<D>(bits, Element<D>::round(results[1][k]));",
-        SILU_AND_MUL,
+        "bits = activate_and_mul<D>(args.epilogue, bits, Element<D>::round(results[1][k]));",
+        "bits = WITHOUT ? activate_and_mul<D>(args.epilogue, Element<D>::round(results[1][k]), bits)"
+        " : activate_and_mul<D>(args.epilogue, bits, Element<D>::round(results[1][k]));",
+        GATED,
         "driver --cases 20 --alone --algorithm linear_silu_and_mul",
+    ),
+    cpp(
+        "all activations are silu",
+        EPILOGUE,
+        "epilogue == LinearEpilogue::kSiluAndMul ? gate",
+        "WITHOUT || epilogue == LinearEpilogue::kSiluAndMul ? gate",
+        GATED,
     ),
     cpp(
         "silu-and-mul finds up behind the rows of gate that its block has",
         EMULATED_TILES,
         "const uint64_t row_of_all = uint64_t{part} * matrix.rows + r;",
         "const uint64_t row_of_all = uint64_t{part} * (WITHOUT ? rows : matrix.rows) + r;",
-        SILU_AND_MUL,
+        GATED,
         "driver --cases 20 --alone --algorithm linear_silu_and_mul",
     ),
     cpp(
@@ -581,7 +588,7 @@ KERNELS = (
         LINEAR,
         "const LinearTile<Tokens> tile(args, outputs);",
         "const LinearTile<Tokens> tile(args, WITHOUT ? args.block_outputs : outputs);",
-        SILU_AND_MUL,
+        GATED,
         "driver --cases 20 --alone --algorithm linear_silu_and_mul",
     ),
     cpp(

@@ -317,7 +317,7 @@ PLANNING: tuple[Mutant, ...] = (
         OF_MODELS,
     ),
     python(
-        "silu-and-mul of both engines is said to be vLLM's",
+        "the activation of both engines is said to be vLLM's",
         MODEL_VERDICTS,
         '" in vLLM" * (not is_activated_in_sglang)',
         '" in vLLM"',

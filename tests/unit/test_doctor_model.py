@@ -44,7 +44,7 @@ def test_a_model_of_which_a_table_has_layers() -> None:
     assert found["norms"] == "fused with the all-reduce before them"
     assert found["o_proj"] == f"8192 x 1024: served up to 64 tokens on {H100}, served up to 16 tokens on {H200}"
     assert found["qkv_proj"] == f"1280 x 8192: served up to 32 tokens on {H100}, measured at start on {H200}"
-    assert found["gate_up_proj"].startswith("3584 x 8192, with silu-and-mul: served up to 64 tokens")
+    assert found["gate_up_proj"].startswith("3584 x 8192, with its activation: served up to 64 tokens")
     assert list(found) == ["model", "all-reduce", "norms", "linear layers", *LAYERS]
 
 
@@ -77,11 +77,11 @@ def test_a_model_that_no_table_has(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         ({"model_type": "gemma2"}, "down_proj", "4096 x 7168: measured"),
         ({"model_type": "gemma2", "hidden_act": "gelu"}, "gate_up_proj", "14336 x 4096: measured"),
         ({"rms_norm_eps": None}, "down_proj", "the engine's: the norm behind its sum is not fused"),
-        ({"model_type": "glm4"}, "gate_up_proj", "7168 x 4096, with silu-and-mul in vLLM: measured"),
+        ({"model_type": "glm4"}, "gate_up_proj", "7168 x 4096, with its activation in vLLM: measured"),
         (
             {"quantization_config": {"quant_method": "fp8"}},
             "gate_up_proj",
-            "7168 x 4096, with silu-and-mul in vLLM: measured",
+            "7168 x 4096, with its activation in vLLM: measured",
         ),
         ({"rms_norm_eps": None}, "norms", "not fused: they are no RMSNorm"),
         ({"rms_norm_eps": None}, "up_proj", "7168 x 4096: measured"),
@@ -115,8 +115,8 @@ def test_gemma_3_leaves_out_what_is_usual(tmp_path: Path) -> None:
     found = model_verdicts.report(str(tmp_path), 2, EngineOptions.load({}))
     assert found["model"].endswith("(gemma3_text), 34 layers, 2 ranks")
     assert found["norms"].startswith("fused with the all-reduce before them in vLLM; ")
-    # Not with silu-and-mul: its activation is another.
-    shapes = {"qkv_proj": "2048 x 2560", "o_proj": "2560 x 1024", "gate_up_proj": "10240 x 2560"}
+    gate_up = "5120 x 2560, with its activation in vLLM"
+    shapes = {"qkv_proj": "2048 x 2560", "o_proj": "2560 x 1024", "gate_up_proj": gate_up}
     assert {name: found[name].partition(":")[0] for name in shapes} == shapes
     found = model_verdicts.report(str(tmp_path), 4, EngineOptions.load({}))
     assert found["down_proj"].startswith("2560 x 2560: measured")

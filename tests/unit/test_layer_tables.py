@@ -235,7 +235,7 @@ def test_rows_of_layers_with_silu_and_mul_are_their_own() -> None:
     planner = planner_of((SMALL, SMALL._replace(operation="linear_silu_and_mul", stages=3)))
     handle = mock.Mock(device=torch.device("cpu"), core=mock.Mock(return_value=core))
     x, weight = torch.empty(1, 64, dtype=torch.float16), torch.empty(256, 64, dtype=torch.float16)
-    Linear(handle, planner, silu_and_mul=True).find("linear_silu_and_mul", x, weight)
+    Linear(handle, planner, epilogue="silu_and_mul").find("linear_silu_and_mul", x, weight)
     assert choices_of(core) == [(16, 3, 1)]
 
 
@@ -288,7 +288,7 @@ def test_a_row_that_the_device_has_no_room_for_is_passed_over(caplog: pytest.Log
 
 def test_the_core_has_the_bounds_that_rows_have() -> None:
     (core,) = connected(1)
-    problem = {"tokens": 1, "inputs": 2048, "outputs": 64, "data_type": 0, "silu_and_mul": False}
+    problem = {"tokens": 1, "inputs": 2048, "outputs": 64, "data_type": 0, "epilogue": "none"}
     largest = {"block_outputs": 64, "stages": 16, "stage_boxes": 8}
     beyond = {"block_outputs": 72, "stages": 17, "stage_boxes": 9}
     for name, value in largest.items():

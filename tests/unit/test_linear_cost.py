@@ -49,7 +49,7 @@ def own_choice(layer: dict[str, Any], tokens: int) -> tuple[int, int, int]:
         inputs=layer["inputs"],
         outputs=layer["outputs"],
         data_type=BF16,
-        silu_and_mul=layer["operation"].startswith("linear_silu_and_mul"),
+        epilogue="silu_and_mul" if layer["operation"].startswith("linear_silu_and_mul") else "none",
         scales=(True, True) if fp8 else None,
         choice=_core.LinearChoice(),
         sm_count=132,

@@ -26,10 +26,10 @@ MANY = _core.linear_max_many_tokens
 CPU = torch.device("cpu")
 
 
-def layers_of(core: Any, silu_and_mul: bool = False, many_tokens: bool = False) -> Linear:
+def layers_of(core: Any, epilogue: str = "none", many_tokens: bool = False) -> Linear:
     planner = Planner(1, TuningTable("test table", {}, 0), Config.load({}), mock.Mock())
     handle = mock.Mock(device=CPU, core=mock.Mock(return_value=core), tallies=Tallies())
-    return Linear(handle, planner, silu_and_mul, many_tokens)
+    return Linear(handle, planner, epilogue, many_tokens)
 
 
 def without_memory(*shape: int, dtype: torch.dtype) -> torch.Tensor:
@@ -47,20 +47,20 @@ LIMITS = list(
 
 
 @pytest.mark.parametrize("data_type", registry.data_types())
-@pytest.mark.parametrize("silu_and_mul", [False, True])
-def test_the_core_takes_what_is_accepted(data_type: str, silu_and_mul: bool) -> None:
+@pytest.mark.parametrize("epilogue", ["none", "silu_and_mul", "gelu_tanh_and_mul"])
+def test_the_core_takes_what_is_accepted(data_type: str, epilogue: str) -> None:
     (core,) = connected(1)
-    layers = layers_of(core, silu_and_mul)
+    layers = layers_of(core, epilogue)
     layers._device = torch.device("meta")
     for tokens, inputs, outputs in LIMITS:
-        compare_with_the_core(core, layers, data_type, tokens, inputs, outputs, silu_and_mul)
+        compare_with_the_core(core, layers, data_type, tokens, inputs, outputs, epilogue)
 
 
 def compare_with_the_core(
-    core: Any, layers: Linear, data_type: str, tokens: int, inputs: int, outputs: int, silu_and_mul: bool
+    core: Any, layers: Linear, data_type: str, tokens: int, inputs: int, outputs: int, epilogue: str
 ) -> None:
     what = f"{tokens} tokens, {inputs} inputs, {outputs} outputs"
-    rows = 2 * outputs if silu_and_mul else outputs
+    rows = 2 * outputs if epilogue != "none" else outputs
     dtype = TORCH_TYPES.get(data_type)
     accepted = dtype is not None
     if dtype is not None:
@@ -74,21 +74,21 @@ def compare_with_the_core(
             inputs=inputs,
             outputs=outputs,
             data_type=number,
-            silu_and_mul=silu_and_mul,
+            epilogue=epilogue,
             choice=_core.LinearChoice(),
         )
     except ValueError:
         assert not accepted, what
     else:
         # More tokens are those of another operation.
-        assert accepted or (tokens > MOST and not silu_and_mul), what
+        assert accepted or (tokens > MOST and epilogue == "none"), what
 
 
 @pytest.mark.parametrize("shared_kib", [99, 163, 227])  # of sm_89, sm_80 and sm_90
 @pytest.mark.parametrize("tokens", [1, MOST, MOST + 1, 128, 129, 300, MANY])
 def test_any_number_of_tokens_fits_any_gpu(tokens: int, shared_kib: int) -> None:
     """With as many outputs for a block as its shared memory has room for, where there is enough to do."""
-    layer = {"data_type": list(registry.data_types()).index("bf16"), "silu_and_mul": False, "sm_count": 132}
+    layer = {"data_type": list(registry.data_types()).index("bf16"), "epilogue": "none", "sm_count": 132}
     blocks = {}
     for features in (STEP, 8192):
         choice = _core.linear_choice(
@@ -113,11 +113,11 @@ def test_choices_worth_a_try(tokens: int, inputs: int) -> None:
     """Each is one that the core takes, and the first its own."""
     (core,) = connected(1)
     data_type = list(registry.data_types()).index("bf16")
-    for others in ({}, {"silu_and_mul": True}, {"scales": (True, False)}):
+    for others in ({}, {"epilogue": "silu_and_mul"}, {"scales": (True, False)}):
         if others and tokens > MOST:
             continue
         layer = {
-            "silu_and_mul": False,
+            "epilogue": "none",
             "tokens": tokens,
             "inputs": inputs,
             "outputs": 4096,
@@ -148,10 +148,10 @@ def test_the_core_takes_the_many_tokens_that_are_accepted(data_type: str, tokens
         "outputs": STEP,
         "data_type": list(registry.data_types()).index(data_type),
     }
-    for others in ({}, {"silu_and_mul": True}, {"scales": (True, False), "inputs": FP8_STEP}):
+    for others in ({}, {"epilogue": "silu_and_mul"}, {"scales": (True, False), "inputs": FP8_STEP}):
         is_served = accepted and (tokens <= MOST or not others)
         try:
-            core.prepare_linear(**{"silu_and_mul": False, **layer, **others}, choice=_core.LinearChoice())
+            core.prepare_linear(**{"epilogue": "none", **layer, **others}, choice=_core.LinearChoice())
         except ValueError:
             assert not is_served
         else:
@@ -160,10 +160,10 @@ def test_the_core_takes_the_many_tokens_that_are_accepted(data_type: str, tokens
 
 @pytest.mark.parametrize("data_type", registry.data_types())
 @pytest.mark.parametrize("inputs", [STEP, FP8_STEP, 3 * FP8_STEP // 2, LARGEST, LARGEST + FP8_STEP])
-@pytest.mark.parametrize("silu_and_mul", [False, True])
-def test_the_core_takes_the_fp8_that_is_accepted(data_type: str, inputs: int, silu_and_mul: bool) -> None:
+@pytest.mark.parametrize("epilogue", ["none", "silu_and_mul", "gelu_tanh_and_mul"])
+def test_the_core_takes_the_fp8_that_is_accepted(data_type: str, inputs: int, epilogue: str) -> None:
     (core,) = connected(1)
-    layers = layers_of(core, silu_and_mul)
+    layers = layers_of(core, epilogue)
     layers._device = torch.device("meta")
     outputs, dtype = STEP, TORCH_TYPES.get(data_type)
     x, weight = (without_memory(rows, inputs, dtype=torch.float8_e4m3fn) for rows in (3, 2 * STEP))
@@ -173,7 +173,7 @@ def test_the_core_takes_the_fp8_that_is_accepted(data_type: str, inputs: int, si
     assert layers._accepts_traced(x, weight, scaling) == accepted
     assert accepted == (dtype in (torch.bfloat16, torch.float16) and inputs % FP8_STEP == 0 and inputs <= LARGEST)
     number = list(registry.data_types()).index(data_type)
-    layer = {"tokens": 3, "inputs": inputs, "outputs": outputs, "data_type": number, "silu_and_mul": silu_and_mul}
+    layer = {"tokens": 3, "inputs": inputs, "outputs": outputs, "data_type": number, "epilogue": epilogue}
     try:
         core.prepare_linear(**layer, choice=_core.LinearChoice(), scales=(True, False))
     except ValueError:
@@ -182,26 +182,26 @@ def test_the_core_takes_the_fp8_that_is_accepted(data_type: str, inputs: int, si
         assert accepted
 
 
-@pytest.mark.parametrize(("silu_and_mul", "multiple"), [(False, 8), (True, 16)])
-def test_choices_of_a_block(silu_and_mul: bool, multiple: int) -> None:
+@pytest.mark.parametrize(("epilogue", "multiple"), [("none", 8), ("silu_and_mul", 16), ("gelu_tanh_and_mul", 16)])
+def test_choices_of_a_block(epilogue: str, multiple: int) -> None:
     """As many rows of gate as of up, and results in lines of eight."""
     (core,) = connected(1)
     layer = {"tokens": 4, "inputs": 256, "outputs": 192, "data_type": list(registry.data_types()).index("bf16")}
     for block in range(1, 81):
         choice = _core.LinearChoice(block_outputs=block)
         if block <= 64 and block % multiple == 0:
-            core.prepare_linear(**layer, silu_and_mul=silu_and_mul, choice=choice)
+            core.prepare_linear(**layer, epilogue=epilogue, choice=choice)
             continue
         why = f"it must be a multiple of {multiple}" if block <= 64 else "it must be 1 to 64"
         with pytest.raises(ValueError, match=f"^block_outputs is {block}; {why}$"):
-            core.prepare_linear(**layer, silu_and_mul=silu_and_mul, choice=choice)
+            core.prepare_linear(**layer, epilogue=epilogue, choice=choice)
 
 
-@pytest.mark.parametrize("silu_and_mul", [False, True])
-def test_the_core_is_told_the_layer(silu_and_mul: bool) -> None:
+@pytest.mark.parametrize("epilogue", ["none", "silu_and_mul", "gelu_tanh_and_mul"])
+def test_the_core_is_told_the_layer(epilogue: str) -> None:
     core = mock.Mock()
-    layers = layers_of(core, silu_and_mul)
-    rows = 256 if silu_and_mul else 128
+    layers = layers_of(core, epilogue)
+    rows = 128 if epilogue == "none" else 256
     x, weight = torch.empty(2, 5, 192, dtype=torch.float16), torch.empty(rows, 192, dtype=torch.float16)
     prepared = layers.find("linear", x, weight)
     (call,) = core.prepare_linear.mock_calls
@@ -211,7 +211,7 @@ def test_the_core_is_told_the_layer(silu_and_mul: bool) -> None:
         "inputs": 192,
         "outputs": 128,
         "data_type": list(registry.data_types()).index("fp16"),
-        "silu_and_mul": silu_and_mul,
+        "epilogue": epilogue,
     }
     assert (choice.block_outputs, choice.stages, choice.stage_boxes) == (0, 0, 0), "the core chooses"
     counter.add()

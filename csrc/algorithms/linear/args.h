@@ -10,6 +10,7 @@ struct LinearArgs {
   MatrixView weight;
   MatrixView x;
   void* out;
+  LinearEpilogue epilogue;
   const void* bias;  // of each row of the weight, of the type of the result; nullptr: none
   uint32_t block_outputs;
   uint32_t stages;

@@ -5,7 +5,7 @@
 // end. So the order of additions of an output depends on the columns alone: a token's result is bitwise the same beside any others,
 // whatever the grid, the ring, the tile, and the outputs of a block are.
 //
-// Where the weight has two parts (LinearEpilogue), a block multiplies rows of both, in one box: those of the first part and, behind
+// Where the weight has two parts (weight_parts), a block multiplies rows of both, in one box: those of the first part and, behind
 // them, as many of the second, which belong to the same outputs.
 //
 // The weight depends on no grid before this one, so as much of it as the ring holds is fetched before grid_dependency_wait(). That is
@@ -167,13 +167,12 @@ LLM_COMM_DEVICE void multiply_for_linear(const LinearArgs& args, const LinearMem
   multiply_wait<0>(sums);
 }
 
-template <FactorType F, DataType D, LinearEpilogue E, uint32_t Tokens>
+template <FactorType F, DataType D, uint32_t kParts, uint32_t Tokens>
 LLM_COMM_KERNEL(linear::kThreads)
 linear_layer(LLM_COMM_KERNEL_PARAM LinearArgs args) {
   const LinearMemory memory{tile_memory()};
   const uint32_t team = same_in_warp(thread_index() / kTeamThreads);
   const bool fetches = team == linear::kTeams;
-  constexpr uint32_t kParts = kWeightParts<E>;
   // Results of each part that a thread computes at once. More of two parts take more registers: fewer blocks fit on a
   // multiprocessor.
   constexpr uint32_t kAtOnce = kParts == 1 ? linear::kLineElements : 1;
@@ -229,7 +228,9 @@ linear_layer(LLM_COMM_KERNEL_PARAM LinearArgs args) {
       LLM_COMM_UNROLL(8)
       for (uint32_t k = 0; k < kAtOnce; ++k) {
         uint16_t bits = Element<D>::round(results[0][k]);
-        if constexpr (E == LinearEpilogue::kSiluAndMul) bits = silu_and_mul<D>(bits, Element<D>::round(results[1][k]));
+        if constexpr (kParts == 2) {
+          bits = activate_and_mul<D>(args.epilogue, bits, Element<D>::round(results[1][k]));
+        }
         line.word[(j + k) / 2] |= static_cast<uint32_t>(bits) << 16 * ((j + k) % 2);
       }
     }
@@ -238,23 +239,23 @@ linear_layer(LLM_COMM_KERNEL_PARAM LinearArgs args) {
   }
 }
 
-template <FactorType F, DataType D, LinearEpilogue E>
-LinearKernel LinearKernels<F, D, E>::find(uint32_t token_rows) {
+template <FactorType F, DataType D, uint32_t Parts>
+LinearKernel LinearKernels<F, D, Parts>::find(uint32_t token_rows) {
   switch (token_rows) {
     case 8:
-      return &linear_layer<F, D, E, 8>;
+      return &linear_layer<F, D, Parts, 8>;
     case 16:
-      return &linear_layer<F, D, E, 16>;
+      return &linear_layer<F, D, Parts, 16>;
     case 32:
-      return &linear_layer<F, D, E, 32>;
+      return &linear_layer<F, D, Parts, 32>;
     case 64:
-      return &linear_layer<F, D, E, 64>;
+      return &linear_layer<F, D, Parts, 64>;
     default:
       break;
   }
-  if constexpr (linear::serves_many(F, E)) {
-    if (token_rows == 128) return &linear_layer<F, D, E, 128>;
-    if (token_rows == 256) return &linear_layer<F, D, E, 256>;
+  if constexpr (linear::serves_many(F, Parts)) {
+    if (token_rows == 128) return &linear_layer<F, D, Parts, 128>;
+    if (token_rows == 256) return &linear_layer<F, D, Parts, 256>;
   }
   return nullptr;
 }

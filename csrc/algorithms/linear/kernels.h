@@ -1,4 +1,4 @@
-// The kernels of linear layers by types of factors and results, epilogue and rows of a box of x. They are compiled in translation units of their own, which
+// The kernels of linear layers by types of factors and results, parts of the weight and rows of a box of x. They are compiled in translation units of their own, which
 // CMake makes (cmake/algorithms.cmake): for GPUs with the instructions that only one architecture has.
 #pragma once
 
@@ -10,27 +10,25 @@ namespace llm_comm::inline LLM_COMM_TARGET {
 
 using LinearKernel = void (*)(LinearArgs);
 
-template <FactorType F, DataType D, LinearEpilogue E>
+template <FactorType F, DataType D, uint32_t Parts>
 struct LinearKernels {
   // nullptr where there is no such kernel. Defined in kernel.cuh, for the translation unit that compiles them.
   static LinearKernel find(uint32_t token_rows);
 };
 
-extern template struct LinearKernels<FactorType::kBFloat16, DataType::kBFloat16, LinearEpilogue::kNone>;
-extern template struct LinearKernels<FactorType::kBFloat16, DataType::kBFloat16, LinearEpilogue::kSiluAndMul>;
-extern template struct LinearKernels<FactorType::kFloat16, DataType::kFloat16, LinearEpilogue::kNone>;
-extern template struct LinearKernels<FactorType::kFloat16, DataType::kFloat16, LinearEpilogue::kSiluAndMul>;
-extern template struct LinearKernels<FactorType::kFloat8, DataType::kBFloat16, LinearEpilogue::kNone>;
-extern template struct LinearKernels<FactorType::kFloat8, DataType::kBFloat16, LinearEpilogue::kSiluAndMul>;
-extern template struct LinearKernels<FactorType::kFloat8, DataType::kFloat16, LinearEpilogue::kNone>;
-extern template struct LinearKernels<FactorType::kFloat8, DataType::kFloat16, LinearEpilogue::kSiluAndMul>;
+extern template struct LinearKernels<FactorType::kBFloat16, DataType::kBFloat16, 1>;
+extern template struct LinearKernels<FactorType::kBFloat16, DataType::kBFloat16, 2>;
+extern template struct LinearKernels<FactorType::kFloat16, DataType::kFloat16, 1>;
+extern template struct LinearKernels<FactorType::kFloat16, DataType::kFloat16, 2>;
+extern template struct LinearKernels<FactorType::kFloat8, DataType::kBFloat16, 1>;
+extern template struct LinearKernels<FactorType::kFloat8, DataType::kBFloat16, 2>;
+extern template struct LinearKernels<FactorType::kFloat8, DataType::kFloat16, 1>;
+extern template struct LinearKernels<FactorType::kFloat8, DataType::kFloat16, 2>;
 
 template <FactorType F, DataType D>
 LinearKernel find_linear_kernel(LinearEpilogue epilogue, uint32_t token_rows) {
-  if (epilogue == LinearEpilogue::kSiluAndMul) {
-    return LinearKernels<F, D, LinearEpilogue::kSiluAndMul>::find(token_rows);
-  }
-  return LinearKernels<F, D, LinearEpilogue::kNone>::find(token_rows);
+  return weight_parts(epilogue) == 1 ? LinearKernels<F, D, 1>::find(token_rows)
+                                     : LinearKernels<F, D, 2>::find(token_rows);
 }
 
 // Of types that are served (layer.h).

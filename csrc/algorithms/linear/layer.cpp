@@ -118,7 +118,7 @@ void check(const LinearProblem& problem) {
     refuse(std::string("it has no kernels for ") + factor_type_name(problem.factors) + " with results of " +
            data_type_name(problem.type));
   }
-  const uint32_t most = serves_many(problem.factors, problem.epilogue) ? kMaxManyTokens : kMaxTokens;
+  const uint32_t most = serves_many(problem.factors, weight_parts(problem.epilogue)) ? kMaxManyTokens : kMaxTokens;
   if (problem.tokens == 0 || problem.tokens > most) {
     refuse(std::to_string(problem.tokens) + " tokens; it takes 1 to " + std::to_string(most));
   }

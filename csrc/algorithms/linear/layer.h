@@ -55,8 +55,8 @@ constexpr bool serves(FactorType factors, DataType type) {
 constexpr uint32_t inputs_multiple(FactorType factors) { return kBoxRowBytes / factor_bytes(factors); }
 
 // Whether there are kernels for many tokens too: prefills of engines whose tokens must not depend on their batch.
-constexpr bool serves_many(FactorType factors, LinearEpilogue epilogue) {
-  return factors != FactorType::kFloat8 && epilogue == LinearEpilogue::kNone;
+constexpr bool serves_many(FactorType factors, uint32_t weight_parts) {
+  return factors != FactorType::kFloat8 && weight_parts == 1;
 }
 
 // Rows of a box of x, for which there is a kernel each.

@@ -8,14 +8,15 @@
 
 namespace llm_comm {
 
-// What becomes of the products.
+// What becomes of the products. g and u are the two halves of x W^T + b, gate and up of a gated MLP.
 enum class LinearEpilogue : uint32_t {
-  kNone,        // y = x W^T + b
-  kSiluAndMul,  // y = silu(g) * u, where g and then u are the two halves of x W^T + b
+  kNone,            // y = x W^T + b
+  kSiluAndMul,      // y = silu(g) * u
+  kGeluTanhAndMul,  // y = gelu(g) * u, with the approximation of gelu by tanh
 };
 
 // Matrices of `outputs` rows that the weight consists of, one behind the other.
-constexpr uint32_t weight_parts(LinearEpilogue epilogue) { return epilogue == LinearEpilogue::kSiluAndMul ? 2 : 1; }
+constexpr uint32_t weight_parts(LinearEpilogue epilogue) { return epilogue == LinearEpilogue::kNone ? 1 : 2; }
 
 // That are not scaled, for results of a type; any where there are none.
 constexpr FactorType factors_of_type(DataType type) {

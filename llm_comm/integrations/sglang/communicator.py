@@ -34,9 +34,9 @@ from llm_comm.integrations import (
 )
 from llm_comm.integrations.engine_config import options_of
 from llm_comm.integrations.linear import (
+    FIRST_ACTIVATED,
     FIRST_INVARIANT_LINEAR,
     FIRST_LINEAR,
-    FIRST_LINEAR_SILU_AND_MUL,
     LINEAR_AT_EVERY_SIZE,
     Scales,
     about_linear,
@@ -49,6 +49,7 @@ from llm_comm.integrations.parts import Parts
 from llm_comm.integrations.seams import FLASHINFER
 from llm_comm.integrations.sglang import groups, seams
 from llm_comm.integrations.sglang.seams import TABLE
+from llm_comm.planning.layers import LINEAR_SILU_AND_MUL
 from llm_comm.planning.models import Model, find, layers_of, of_config
 from llm_comm.runtime.rendezvous import Rendezvous
 
@@ -451,7 +452,8 @@ class LlmCommAllReduce:
 
     def linear_silu_and_mul(self, x: torch.Tensor, gate_up_weight: torch.Tensor) -> torch.Tensor | None:
         """``silu(x @ gate.T) * (x @ up.T)`` of this rank by llm_comm, as ``linear``: None if it declines."""
-        return self._try_linear(Communicator.try_linear_silu_and_mul, x, gate_up_weight, FIRST_LINEAR_SILU_AND_MUL)
+        first = FIRST_ACTIVATED[LINEAR_SILU_AND_MUL]
+        return self._try_linear(Communicator.try_linear_silu_and_mul, x, gate_up_weight, first)
 
     def linear_of_any_batch(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor | None:
         """``linear`` of a layer that ``takes_all_batches_of`` takes; None once llm_comm has left the group."""

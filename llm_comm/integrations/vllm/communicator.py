@@ -8,6 +8,7 @@ from __future__ import annotations
 import functools
 import logging
 import sys
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -39,6 +40,7 @@ from llm_comm.integrations.vllm import (
     seams,
 )
 from llm_comm.integrations.vllm.seams import TABLE
+from llm_comm.planning.layers import LINEAR_GELU_TANH_AND_MUL, LINEAR_SILU_AND_MUL
 from llm_comm.planning.selection import message_limit
 from llm_comm.planning.tables import FUSED
 
@@ -197,8 +199,33 @@ class LlmCommCommunicator(CudaCommunicator):  # type: ignore[misc]
         out_dtype: torch.dtype | None = None,
     ) -> torch.Tensor | None:
         """The same with silu-and-mul."""
-        attempt, first = Communicator.try_linear_silu_and_mul, linear.FIRST_LINEAR_SILU_AND_MUL
+        operands = x, gate_up_weight, bias, scales, out_dtype
+        return self._try_activated(LINEAR_SILU_AND_MUL, Communicator.try_linear_silu_and_mul, *operands)
+
+    def linear_gelu_tanh_and_mul(
+        self,
+        x: torch.Tensor,
+        gate_up_weight: torch.Tensor,
+        bias: torch.Tensor | None = None,
+        scales: Scales | None = None,
+        out_dtype: torch.dtype | None = None,
+    ) -> torch.Tensor | None:
+        """The same with gelu-tanh-and-mul."""
+        operands = x, gate_up_weight, bias, scales, out_dtype
+        return self._try_activated(LINEAR_GELU_TANH_AND_MUL, Communicator.try_linear_gelu_tanh_and_mul, *operands)
+
+    def _try_activated(
+        self,
+        method: str,
+        attempt: Callable[..., torch.Tensor | None],
+        x: torch.Tensor,
+        gate_up_weight: torch.Tensor,
+        bias: torch.Tensor | None,
+        scales: Scales | None,
+        out_dtype: torch.dtype | None,
+    ) -> torch.Tensor | None:
         options = linear.optional_operands(bias, scales)
+        first = linear.FIRST_ACTIVATED[method]
         return self._try_linear(attempt, x, gate_up_weight, first, **options, out_dtype=out_dtype)
 
     def linear_of_any_batch(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor | None:
@@ -210,7 +237,7 @@ class LlmCommCommunicator(CudaCommunicator):  # type: ignore[misc]
         return self._prefers(outputs, inputs, silu_and_mul=False, fp8=fp8)
 
     def prefers_linear_silu_and_mul(self, outputs: int, inputs: int, fp8: bool = False) -> bool:
-        """The same of gate and up with silu-and-mul, with so many outputs each."""
+        """The same of gate and up with their activation, with so many outputs each."""
         return self._prefers(outputs, inputs, silu_and_mul=True, fp8=fp8)
 
     # Of vLLM 0.33, which calls them for all groups, on all of their ranks.

@@ -2,19 +2,20 @@
 
 ``LinearNormPass`` puts a linear layer into the operator that ``fusion_pass.py`` has made of the all-reduce and the norm
 after it. ``ColumnLinearPass`` runs behind it, for layers that no all-reduce comes after, those split by columns: gate
-and up become one operator with silu-and-mul. In both supported versions of vLLM silu-and-mul is a chain of torch's
-operators in the graph, or vLLM's own where ``custom_ops`` has ``+silu_and_mul``.
+and up become one operator with their activation, silu-and-mul or gelu-tanh-and-mul. In both supported versions of vLLM
+an activation is a chain of torch's operators in the graph, or vLLM's own where ``custom_ops`` has ``+silu_and_mul``.
 
 Both walk the graph (``graph_layers.py``), and leave alone what the group's communicator would decline for every batch.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import torch
 import torch._inductor.pattern_matcher as pm
+from torch._higher_order_ops.auto_functionalize import auto_functionalized
 from vllm.compilation.passes.fusion.matcher_utils import MatcherSiluAndMul
 from vllm.compilation.passes.inductor_pass import enable_fake_mode, get_pass_context
 from vllm.compilation.passes.vllm_inductor_pass import VllmInductorPass, VllmPatternMatcherPass
@@ -27,12 +28,16 @@ from llm_comm.integrations.vllm.compiled_graphs import log_once
 from llm_comm.integrations.vllm.graph_layers import RESHAPES, Layer, Node, erase, layer_of, reshaped
 from llm_comm.integrations.vllm.operators import (
     all_reduce_add_rms_norm,
+    gelu_tanh_and_mul,
     linear,
     linear_all_reduce_add_rms_norm,
+    linear_gelu_tanh_and_mul,
     linear_silu_and_mul,
     silu_and_mul,
 )
 
+#: Operators of an activation behind gate and up, and those of both.
+_WITH_ACTIVATION = {silu_and_mul: linear_silu_and_mul, gelu_tanh_and_mul: linear_gelu_tanh_and_mul}
 # What sums the result of a layer over ranks.
 _SUMS = (torch.ops.vllm.all_reduce.default, torch.ops.vllm.reduce_scatter.default, all_reduce_add_rms_norm)
 
@@ -110,19 +115,21 @@ class ColumnLinearPass(LayerPass, VllmPatternMatcherPass):  # type: ignore[misc]
     def __init__(self, config: VllmConfig) -> None:
         super().__init__(config)
         self.pm_pass = pm.PatternMatcherPass(pass_name=self.pass_name)
-        self._register(MatcherSiluAndMul(enabled=False))
-        self._register(MatcherSiluAndMul(enabled=True))
+        self._register(MatcherSiluAndMul(enabled=False), silu_and_mul)
+        self._register(MatcherSiluAndMul(enabled=True), silu_and_mul)
+        self._register(_gelu_tanh_and_mul_of_torch, gelu_tanh_and_mul)
+        self._register(_gelu_tanh_and_mul_of_vllm, gelu_tanh_and_mul)
         self.dump_patterns(config, self.pm_pass)
 
     @enable_fake_mode  # type: ignore[untyped-decorator]
-    def _register(self, of_vllm: MatcherSiluAndMul) -> None:
-        """Has silu-and-mul behind a preferred layer become one operator, in which form it is easily found."""
+    def _register(self, theirs: Callable[[Any], Any], ours: Callable[[Any], Any]) -> None:
+        """Has an activation behind a preferred layer become one operator, in which form it is easily found."""
 
         def search(y: Any) -> Any:
-            return of_vllm(y)
+            return theirs(y)
 
         def replacement(y: Any) -> Any:
-            return silu_and_mul(y)
+            return ours(y)
 
         example = torch.empty(5, 16, dtype=torch.bfloat16)  # patterns hold no device
         pm.register_replacement(search, replacement, [example], pm.fwd_only, self.pm_pass, extra_check=_is_wanted)
@@ -131,7 +138,7 @@ class ColumnLinearPass(LayerPass, VllmPatternMatcherPass):  # type: ignore[misc]
     def __call__(self, graph: torch.fx.Graph) -> None:
         group = get_tp_group()
         self.pm_pass.apply(graph)
-        activations = [node for node in graph.nodes if node.target is silu_and_mul]
+        activations = [node for node in graph.nodes if node.target in _WITH_ACTIVATION]
         for node in activations:
             _replace_with_activation(graph, node, group.unique_name)
         alone = list(_alone(graph))
@@ -146,12 +153,26 @@ class ColumnLinearPass(LayerPass, VllmPatternMatcherPass):  # type: ignore[misc]
         if layers > 0:
             log_once(
                 f"llm_comm computes {self.matched_count} of {layers} column-parallel linear layers of a graph for "
-                f"batches of {batches.start} to {batches.end} tokens, {len(activations)} of them with silu-and-mul"
+                f"batches of {batches.start} to {batches.end} tokens, {len(activations)} of them with their activation"
             )
 
 
+def _gelu_tanh_and_mul_of_torch(y: torch.Tensor) -> torch.Tensor:
+    """Gate and up of vLLM's ``GeluAndMul(approximate="tanh")`` where ``custom_ops`` does not have it."""
+    half = y.shape[-1] // 2
+    return torch.nn.functional.gelu(y[..., :half], approximate="tanh") * y[..., half:]
+
+
+def _gelu_tanh_and_mul_of_vllm(y: torch.Tensor) -> torch.Tensor:
+    """Gate and up of vLLM's ``GeluAndMul(approximate="tanh")`` where ``custom_ops`` has ``+gelu_and_mul``."""
+    half = y.shape[-1] // 2
+    out = torch.empty((*y.shape[:-1], half), dtype=y.dtype, device=y.device)
+    operator: Any = torch.ops._C.gelu_tanh_and_mul.default
+    return auto_functionalized(operator, out=out, input=y)[1]  # type: ignore[return-value]
+
+
 def _is_wanted(match: pm.Match) -> bool:
-    """Whether a silu-and-mul is all that takes the result of a layer, and the two together are preferred."""
+    """Whether an activation is all that takes the result of a layer, and the two together are preferred."""
     y = match.kwargs["y"]
     layer = layer_of(y)
     if layer is None or not set(y.users) <= set(match.nodes):
@@ -167,7 +188,7 @@ def _replace_with_activation(graph: torch.fx.Graph, activation: Node, group: str
     layer: Any = layer_of(y)
     x = layer.x.meta["val"]
     with graph.inserting_before(activation):
-        ours = graph.call_function(linear_silu_and_mul, _operands(layer, group))
+        ours = graph.call_function(_WITH_ACTIVATION[activation.target], _operands(layer, group))
         ours.meta["val"] = x.new_empty((x.shape[0], layer.shape[0] // 2), dtype=layer.dtype)
         if layer.reshape is not None:
             ours = reshaped(graph, ours, layer.reshape)

@@ -250,6 +250,12 @@ def _linear_silu_and_mul(*arguments: Any) -> _Tensor:
     return _silu_and_mul(_linear(*arguments)) if result is None else result
 
 
+def _linear_gelu_tanh_and_mul(*arguments: Any) -> _Tensor:
+    """``gelu(x @ gate.T) * (x @ up.T)`` with the tanh approximation of gelu, as ``linear_silu_and_mul``."""
+    result = _by_llm_comm("linear_gelu_tanh_and_mul", *arguments)
+    return _gelu_tanh_and_mul(_linear(*arguments)) if result is None else result
+
+
 def _by_llm_comm(method: str, *arguments: Any) -> _Tensor | None:
     """By a method of the group's communicator; None, if it declines, or is not llm_comm's."""
     operands, group_name = _Operands(*arguments[:-1]), arguments[-1]
@@ -265,8 +271,15 @@ def _silu_and_mul(y: _Tensor) -> _Tensor:
     By vLLM's kernel, also where the graph held torch's operators for inductor to generate one of: called eagerly, as
     here, that would be a kernel for each. As those it rounds silu before it multiplies.
     """
-    result = _fake_silu_and_mul(y)
+    result = _fake_activated(y)
     torch.ops._C.silu_and_mul(result, y)
+    return result
+
+
+def _gelu_tanh_and_mul(y: _Tensor) -> _Tensor:
+    """gelu of the first half of each row times the second half, by vLLM's kernel, as ``silu_and_mul``."""
+    result = _fake_activated(y)
+    torch.ops._C.gelu_tanh_and_mul(result, y)
     return result
 
 
@@ -305,7 +318,7 @@ def _linear_all_reduce_add_rms_norm(
     return result  # type: ignore[no-any-return]
 
 
-def _fake_silu_and_mul(y: _Tensor) -> _Tensor:
+def _fake_activated(y: _Tensor) -> _Tensor:
     return y.new_empty((*y.shape[:-1], y.shape[-1] // 2))
 
 
@@ -313,8 +326,8 @@ def _fake_linear(*arguments: Any) -> _Tensor:
     return _Operands(*arguments[:-1]).empty_result()
 
 
-def _fake_linear_silu_and_mul(*arguments: Any) -> _Tensor:
-    return _fake_silu_and_mul(_fake_linear(*arguments))
+def _fake_linear_activated(*arguments: Any) -> _Tensor:
+    return _fake_activated(_fake_linear(*arguments))
 
 
 def _fake_linear_all_reduce_add_rms_norm(*operands: Any) -> tuple[_Tensor, _Tensor]:
@@ -337,7 +350,8 @@ all_reduce_add_rms_norm_group_fp8 = define(
     _run_by_groups,
     _fake_by_groups,
 )
-silu_and_mul = define("silu_and_mul(Tensor y) -> Tensor", _silu_and_mul, _fake_silu_and_mul)
+silu_and_mul = define("silu_and_mul(Tensor y) -> Tensor", _silu_and_mul, _fake_activated)
+gelu_tanh_and_mul = define("gelu_tanh_and_mul(Tensor y) -> Tensor", _gelu_tanh_and_mul, _fake_activated)
 linear = define(
     f"linear(Tensor x, Tensor weight, {_OPTIONAL}, ScalarType? out_dtype, str group_name) -> Tensor",
     _linear,
@@ -346,7 +360,12 @@ linear = define(
 linear_silu_and_mul = define(
     f"linear_silu_and_mul(Tensor x, Tensor weight, {_OPTIONAL}, ScalarType? out_dtype, str group_name) -> Tensor",
     _linear_silu_and_mul,
-    _fake_linear_silu_and_mul,
+    _fake_linear_activated,
+)
+linear_gelu_tanh_and_mul = define(
+    f"linear_gelu_tanh_and_mul(Tensor x, Tensor weight, {_OPTIONAL}, ScalarType? out_dtype, str group_name) -> Tensor",
+    _linear_gelu_tanh_and_mul,
+    _fake_linear_activated,
 )
 linear_all_reduce_add_rms_norm = define(
     f"linear_all_reduce_add_rms_norm(Tensor x, Tensor weight, {_OPTIONAL}, Tensor? residual, Tensor norm_weight, "

@@ -20,7 +20,7 @@ from torch._inductor.fx_passes import post_grad
 from vllm.compilation.passes.inductor_pass import pass_context
 from vllm.config import VllmConfig, set_current_vllm_config
 from vllm.config.utils import Range
-from vllm.model_executor.layers.activation import SiluAndMul
+from vllm.model_executor.layers.activation import GeluAndMul, SiluAndMul
 from vllm.model_executor.layers.linear import ColumnParallelLinear, MergedColumnParallelLinear
 
 from llm_comm.integrations.vllm import compiled_graphs
@@ -43,20 +43,34 @@ def layers_become_operators_where_silu_and_mul_is_one_of_vllm() -> None:
     check_a_models_layers(compiler_config(custom_ops=["+silu_and_mul"]))
 
 
-def check_a_models_layers(config: VllmConfig) -> None:
+@scenario(LLM_COMM_FUSE_LINEAR="1")
+def layers_of_gemma_become_operators() -> None:
+    check_a_models_layers(compiler_config(), "gelu_tanh_and_mul")
+
+
+@scenario(LLM_COMM_FUSE_LINEAR="1")
+def layers_of_gemma_become_operators_where_the_activation_is_one_of_vllm() -> None:
+    check_a_models_layers(compiler_config(custom_ops=["+gelu_and_mul"]), "gelu_tanh_and_mul")
+
+
+def activation_of(name: str) -> Any:
+    return SiluAndMul() if name == "silu_and_mul" else GeluAndMul(approximate="tanh")
+
+
+def check_a_models_layers(config: VllmConfig, activation: str = "silu_and_mul") -> None:
     with compiler(config) as vllm:
-        qkv, gate_up, silu_and_mul = column_layer(), gate_up_layer(), SiluAndMul()
+        qkv, gate_up, activate = column_layer(), gate_up_layer(), activation_of(activation)
         o_proj, down_proj = linear_layer(), linear_layer(inputs=OUTPUTS)
         first, second, third = norms(1e-5, 1e-6, 3e-6)
 
         def model(x: torch.Tensor) -> Any:
             normed, residual = second(o_proj(qkv(first(x))), x * 1)
-            end, _ = third(down_proj(silu_and_mul(gate_up(normed))), residual)
+            end, _ = third(down_proj(activate(gate_up(normed))), residual)
             # The last one has a batch of one sequence, as models of transformers are given.
-            return end, qkv(normed), silu_and_mul(gate_up((x * 2).unsqueeze(0)))
+            return end, qkv(normed), activate(gate_up((x * 2).unsqueeze(0)))
 
-        expect_columns(vllm, model, linear=2, silu=2, rows=2)
-        called = [("linear", QKV), ("linear_silu_and_mul", GATE_UP)] * 2
+        expect_columns(vllm, model, linear=2, activated=2, rows=2)
+        called = [("linear", QKV), (f"linear_{activation}", GATE_UP)] * 2
         assert vllm.column_calls == [(name, (4, HIDDEN), weight) for name, weight in called], vllm.column_calls
 
         is_rank_0 = dist_rank() == 0
@@ -66,7 +80,7 @@ def check_a_models_layers(config: VllmConfig) -> None:
         assert len(vllm.log.having(said)) == is_rank_0
         for said in (
             "llm_comm: first column-parallel linear layer computed by llm_comm (2 ranks, shape (4, 64), weight (128, ",
-            "llm_comm: first column-parallel linear layer computed with silu-and-mul (2 ranks, shape (4, 64), weight (",
+            f"llm_comm: first column-parallel linear layer computed with {activation.replace('_', '-')} (2 ranks, ",
         ):
             assert len(vllm.log.having(said)) == is_rank_0
         assert len(vllm.log.having("first column-parallel linear layer")) == 2 * is_rank_0
@@ -76,30 +90,32 @@ def check_a_models_layers(config: VllmConfig) -> None:
 def results_are_those_of_llm_comm() -> None:
     with compiler() as vllm:
         for dtype in (torch.bfloat16, torch.float16):
-            check_results(vllm, dtype)
+            check_results(vllm, dtype, "silu_and_mul")
+            check_results(vllm, dtype, "gelu_tanh_and_mul")
 
 
-def check_results(vllm: Compiler, dtype: torch.dtype) -> None:
+def check_results(vllm: Compiler, dtype: torch.dtype, activation: str) -> None:
     torch.manual_seed(7 + dist_rank())
-    qkv, gate_up, silu_and_mul = column_layer(dtype=dtype), gate_up_layer(dtype=dtype), SiluAndMul()
+    qkv, gate_up, activate = column_layer(dtype=dtype), gate_up_layer(dtype=dtype), activation_of(activation)
     for layer in (qkv, gate_up):
         layer.weight.data = torch.randn(layer.weight.shape).to(dtype)
     x = torch.randn(5, HIDDEN).to(dtype)
 
     def model(x: torch.Tensor) -> Any:
-        return qkv(x * 1), silu_and_mul(gate_up(x * 2))
+        return qkv(x * 1), activate(gate_up(x * 2))
 
     vllm.column_calls.clear()
     plain, activated = vllm.trace(model, 64)(x)
-    assert [name for name, *_ in vllm.column_calls] == ["linear", "linear_silu_and_mul"]
+    assert [name for name, *_ in vllm.column_calls] == ["linear", f"linear_{activation}"]
     ours = parallel_state.get_tp_group().device_communicator._llm_comm
     assert torch.equal(plain, ours.linear(x, qkv.weight.data))
-    assert torch.equal(activated, ours.linear_silu_and_mul(x * 2, gate_up.weight.data))
+    assert torch.equal(activated, getattr(ours, f"linear_{activation}")(x * 2, gate_up.weight.data))
     # By what rounding changes a number at most, and a little for sums in fp32.
     rounding = 1.01 * torch.finfo(dtype).eps / 2
     torch.testing.assert_close(plain.double(), x.double() @ qkv.weight.double().t(), rtol=rounding, atol=1e-5)
     gate, up = ours.linear(x * 2, gate_up.weight.data).double().chunk(2, -1)
-    torch.testing.assert_close(activated.double(), F.silu(gate) * up, rtol=rounding, atol=1e-6)
+    exact = F.silu(gate) if activation == "silu_and_mul" else F.gelu(gate, approximate="tanh")
+    torch.testing.assert_close(activated.double(), exact * up, rtol=rounding, atol=1e-5)
 
 
 @scenario(LLM_COMM_FUSE_LINEAR="1")
@@ -121,7 +137,7 @@ def a_bias_goes_with_its_layer() -> None:
                 x @ halves.weight.t() + in_fp32,
             )
 
-        expect_columns(vllm, model, linear=4, silu=3)
+        expect_columns(vllm, model, linear=4, activated=3)
         torch.manual_seed(7 + dist_rank())
         for layer in (qkv, gate_up):
             layer.weight.data = torch.randn(layer.weight.shape).bfloat16()
@@ -293,7 +309,7 @@ def stages_of_a_pipeline_ask_their_own_group() -> None:
             summed = parallel_state.get_pp_group().all_reduce(qkv(x * 2))
             return summed, qkv(x), silu_and_mul(gate_up(x))
 
-        expect_columns(vllm, model, linear=1, silu=1)
+        expect_columns(vllm, model, linear=1, activated=1)
 
 
 # ---- Nothing is left out when the kernel declines -------------------------------------------------------------------
@@ -429,18 +445,18 @@ def row(operation: str, outputs: int, up_to: int, is_faster: bool) -> LayerRow:
     return LayerRow(operation, outputs, HIDDEN, pdl=False, up_to=up_to, is_faster=is_faster)
 
 
-def expect_columns(vllm: Compiler, model: Model, linear: int, silu: int = 0, rows: int = 0) -> None:
-    """Compiles and runs ``model``, of whose layers ``linear`` become operators alone, ``silu`` with their activation
-    and ``rows`` with their norm."""
+def expect_columns(vllm: Compiler, model: Model, linear: int, activated: int = 0, rows: int = 0) -> None:
+    """Compiles and runs ``model``, of whose layers ``linear`` become operators alone, ``activated`` do so with their
+    activation, and ``rows`` with their norm."""
     vllm.column_calls.clear()
     vllm.linear_calls.clear()
     before = matches(COLUMN_PASS), matches(LINEAR_PASS)
     vllm.check(vllm.trace(model, 64), model)
     replaced = matches(COLUMN_PASS) - before[0], matches(LINEAR_PASS) - before[1]
-    assert replaced == (linear + silu, rows), replaced
+    assert replaced == (linear + activated, rows), replaced
     names = [name for name, *_ in vllm.column_calls]
-    called = names.count("linear"), names.count("linear_silu_and_mul"), len(vllm.linear_calls)
-    assert called == (linear, silu, rows), called
+    called = names.count("linear"), len(names) - names.count("linear"), len(vllm.linear_calls)
+    assert called == (linear, activated, rows), called
 
 
 def expect_none() -> None:

@@ -198,7 +198,7 @@ def calls_of_columns() -> list[tuple[str, tuple[int, ...], tuple[int, ...]]]:
         return call
 
     if communicator is not None:
-        for name in ("linear", "linear_silu_and_mul"):
+        for name in ("linear", "linear_silu_and_mul", "linear_gelu_tanh_and_mul"):
             setattr(communicator, name, recording(name, getattr(communicator, name)))
     return calls
 

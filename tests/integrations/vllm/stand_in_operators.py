@@ -18,6 +18,7 @@ SCHEMAS = (
     "fused_qk_norm_rope(Tensor! qkv, int num_heads_q, int num_heads_k, int num_heads_v, int head_dim, float eps, "
     "Tensor q_weight, Tensor k_weight, Tensor cos_sin_cache, bool is_neox, Tensor position_ids, "
     "int forced_token_heads_per_warp=-1) -> ()",
+    "gelu_tanh_and_mul(Tensor! out, Tensor input) -> ()",
     "per_token_group_fp8_quant(Tensor input, Tensor! output_q, Tensor! output_s, int group_size, float eps, "
     "float fp8_min, float fp8_max, bool scale_ue8m0, bool dummy_is_scale_transposed, bool dummy_is_tma_aligned) -> ()",
     "rms_norm(Tensor! result, Tensor input, Tensor? weight, float epsilon) -> ()",
@@ -88,6 +89,11 @@ def silu_and_mul(result: torch.Tensor, x: torch.Tensor) -> None:
     result.copy_(torch.nn.functional.silu(gate) * up)
 
 
+def gelu_tanh_and_mul(out: torch.Tensor, x: torch.Tensor) -> None:
+    gate, up = x.chunk(2, -1)
+    out.copy_(torch.nn.functional.gelu(gate, approximate="tanh") * up)
+
+
 def cutlass_scaled_mm(
     out: torch.Tensor,
     a: torch.Tensor,
@@ -109,6 +115,7 @@ for schema in SCHEMAS:
     library.define(schema)
 KERNELS = (
     cutlass_scaled_mm,
+    gelu_tanh_and_mul,
     rms_norm,
     fused_add_rms_norm,
     per_token_group_fp8_quant,

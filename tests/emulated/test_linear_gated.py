@@ -1,8 +1,9 @@
-"""Gate-and-up projections with silu-and-mul on emulated GPUs: values, promised bits, what is declined, and graphs."""
+"""Gate-and-up projections with their activation on emulated GPUs: values, promised bits, refusals, and graphs."""
 
 from __future__ import annotations
 
 import itertools
+import math
 from typing import Any
 
 import pytest
@@ -20,17 +21,26 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from llm_comm import Communicator, UnsupportedInputError, _core
 
 GATE_UP = ones(2 * OUTPUTS, INPUTS)
-OPERATOR = torch.ops.llm_comm.linear_silu_and_mul.default
+SILU, GELU = "linear_silu_and_mul", "linear_gelu_tanh_and_mul"
+every_method = pytest.mark.parametrize("method", [SILU, GELU])
 #: What it is given for bias, scales and the dtype of the result, unless operands are FP8.
 UNSCALED = (None, None, None, None)
 
 
-def assert_is_silu_and_mul(y: torch.Tensor, products: torch.Tensor, what: str) -> None:
-    """Of the products as a layer rounds them: fp32 arithmetic, rounded once. Where exp is beyond fp32, silu is 0."""
+def operator_of(method: str) -> Any:
+    return getattr(torch.ops.llm_comm, method).default
+
+
+def assert_is_activated(method: str, y: torch.Tensor, products: torch.Tensor, what: str) -> None:
+    """Of the products as a layer rounds them: fp32 arithmetic, rounded once. Where exp is beyond fp32 it is 0."""
     gate, up = products.double().chunk(2, dim=-1)
-    exact = torch.nn.functional.silu(gate) * up
+    exponent = gate if method == SILU else 2 * math.sqrt(2 / math.pi) * (gate + 0.044715 * gate**3)
+    exact = gate * torch.sigmoid(exponent) * up
+    of_torch = torch.nn.functional.silu(gate) if method == SILU else torch.nn.functional.gelu(gate, approximate="tanh")
+    torch.testing.assert_close(exact, of_torch * up, rtol=1e-9, atol=1e-9)
     info = torch.finfo(y.dtype)
-    arithmetic = 6 * 2.0**-24  # exp is off by up to two units, the sum, the division and the product by half a unit
+    # exp is off by up to two units, the sum, the division and the product by half a unit; its argument by a few.
+    arithmetic = (6 if method == SILU else 6 + 4 * exponent.abs().clamp(max=100)) * 2.0**-24
     bound = 1.01 * exact.abs() * (info.eps / 2 + arithmetic) + info.smallest_normal * info.eps + 1e-36 * up.abs()
     assert (y.shape, y.dtype) == (exact.shape, products.dtype), what
     excess = (y.double() - exact).abs() - bound
@@ -40,7 +50,7 @@ def assert_is_silu_and_mul(y: torch.Tensor, products: torch.Tensor, what: str) -
 # ---- Values and bits -------------------------------------------------------------------------------------------------
 
 
-def check_values(dtype: torch.dtype) -> None:
+def check_values(method: str, dtype: torch.dtype) -> None:
     with make_communicator() as comm:
         for tokens, inputs, outputs in SHAPES:
             x, weight = operands(comm.rank, tokens, inputs, 2 * outputs, dtype)
@@ -48,20 +58,21 @@ def check_values(dtype: torch.dtype) -> None:
             what = f"{tokens} tokens, {inputs} inputs, {outputs} outputs"
             products = comm.linear(x, weight)
             assert_is_layer(products, x, weight, what)
-            y = comm.linear_silu_and_mul(x, weight)
-            assert_is_silu_and_mul(y, products, what)
+            y = getattr(comm, method)(x, weight)
+            assert_is_activated(method, y, products, what)
             assert x.equal(copies[0]), what
             assert weight.equal(copies[1]), what
-            assert_bitwise_equal(comm.linear_silu_and_mul(x, weight), y, f"{what}: the second time")
+            assert_bitwise_equal(getattr(comm, method)(x, weight), y, f"{what}: the second time")
 
 
+@every_method
 @every_dtype
 @pytest.mark.parametrize("world", [1, 2])
-def test_values(ranks: RankPool, world: int, dtype: torch.dtype) -> None:
-    ranks.run(world, check_values, dtype)
+def test_values(ranks: RankPool, world: int, dtype: torch.dtype, method: str) -> None:
+    ranks.run(world, check_values, method, dtype)
 
 
-def check_extremes() -> None:
+def check_extremes(method: str) -> None:
     """Gates from far below zero, where exp(-gate) is no number of fp32, to far above, and zeros of both signs."""
     gates = torch.tensor([-0.0, 0.0, 1e-3, -1e-3, 1.0, -1.0, 15.0, -15.0, 80.0, -80.0, 200.0, -200.0])
     with make_communicator() as comm:
@@ -72,38 +83,40 @@ def check_extremes() -> None:
             weight = torch.zeros(128, 64, dtype=dtype)
             weight[:64, 0] = 1
             weight[64:, 1] = torch.linspace(-3, 3, 64)
-            y = comm.linear_silu_and_mul(x, weight)
-            assert_is_silu_and_mul(y, comm.linear(x, weight), str(dtype))
-            assert y[-1].eq(0).all(), "silu far below zero"
+            y = getattr(comm, method)(x, weight)
+            assert_is_activated(method, y, comm.linear(x, weight), str(dtype))
+            assert y[-1].eq(0).all(), "far below zero"
             assert y[-2].equal((gates[-2].to(dtype).float() * weight[64:, 1].float()).to(dtype)), "and far above"
 
 
-def test_extremes(ranks: RankPool) -> None:
-    ranks.run(1, check_extremes)
+@every_method
+def test_extremes(ranks: RankPool, method: str) -> None:
+    ranks.run(1, check_extremes, method)
 
 
-def check_rows() -> None:
+def check_rows(method: str) -> None:
     """Whatever rows are beside it, and however many."""
     with make_communicator() as comm:
         for dtype in FUSED_DTYPES:
             x, weight = operands(comm.rank, 64, 320, 256, dtype)
-            whole = comm.linear_silu_and_mul(x, weight)
+            whole = getattr(comm, method)(x, weight)
             for tokens, first in itertools.product((1, 5, 9, 17, 33), (0, 31)):
                 rows = x[first : first + tokens].clone()
-                found = comm.linear_silu_and_mul(rows, weight)
+                found = getattr(comm, method)(rows, weight)
                 assert_bitwise_equal(found, whole[first : first + tokens], f"{tokens} tokens from {first}")
 
 
-def test_the_bits_of_a_row_do_not_depend_on_the_batch(ranks: RankPool) -> None:
-    ranks.run(1, check_rows)
+@every_method
+def test_the_bits_of_a_row_do_not_depend_on_the_batch(ranks: RankPool, method: str) -> None:
+    ranks.run(1, check_rows, method)
 
 
-def check_choices() -> None:
+def check_choices(method: str) -> None:
     """However the layer is cut: blocks that divide the outputs and that do not, rings from short to long."""
     with make_communicator() as comm:
         for (tokens, inputs, outputs), dtype in itertools.product(((1, 320, 64), (9, 256, 192)), FUSED_DTYPES):
             x, weight = operands(comm.rank, tokens, inputs, 2 * outputs, dtype)
-            expected = comm.linear_silu_and_mul(x, weight)
+            expected = getattr(comm, method)(x, weight)
             for block, ring in itertools.product((16, 32, 48, 64), ((2, 1), (3, 2), (2, 8))):
                 what = f"{tokens} tokens, {outputs} outputs, {dtype}, blocks of {block}, {ring[0]} stages of {ring[1]}"
                 run = comm._handle.core().prepare_linear(
@@ -111,7 +124,7 @@ def check_choices() -> None:
                     inputs=inputs,
                     outputs=outputs,
                     data_type=comm._operations.linear._data_types[dtype],
-                    silu_and_mul=True,
+                    epilogue=method.removeprefix("linear_"),
                     choice=_core.LinearChoice(block_outputs=block, stages=ring[0], stage_boxes=ring[1]),
                 )
                 out, around = at_offset(torch.zeros_like(expected), 8)
@@ -120,8 +133,9 @@ def check_choices() -> None:
                 assert_untouched_outside(around, out, what)
 
 
-def test_choices_do_not_change_the_bits(ranks: RankPool) -> None:
-    ranks.run(1, check_choices)
+@every_method
+def test_choices_do_not_change_the_bits(ranks: RankPool, method: str) -> None:
+    ranks.run(1, check_choices, method)
 
 
 def check_halves() -> None:
@@ -209,24 +223,25 @@ def assert_right(comm: Communicator) -> None:
     assert comm.linear(X, GATE_UP).eq(INPUTS).all()
 
 
-def decline(name: str) -> None:
+def decline(method: str, name: str) -> None:
     x, weight, message = DECLINED[name]
     with make_communicator() as comm:
         for _ in range(2):  # the second time, calls of as many elements are prepared
             if isinstance(weight, torch.Tensor):
-                assert not comm.accepts_linear_silu_and_mul(x, weight)
+                assert not getattr(comm, f"accepts_{method}")(x, weight)
                 # Tracing does not ask who has another's memory; the call does.
-                assert comm._operations.linear_silu_and_mul._accepts_traced(x, weight) == ("negated" in name)
+                assert getattr(comm._operations, method)._accepts_traced(x, weight) == ("negated" in name)
             with pytest.raises(UnsupportedInputError) as error:
-                comm.linear_silu_and_mul(x, weight)
-            assert str(error.value).startswith("linear_silu_and_mul: ")
+                getattr(comm, method)(x, weight)
+            assert str(error.value).startswith(f"{method}: ")
             assert message in str(error.value)
             assert_right(comm)
 
 
+@every_method
 @pytest.mark.parametrize("name", DECLINED)
-def test_declined_operands(ranks: RankPool, name: str) -> None:
-    ranks.run(1, decline, name)
+def test_declined_operands(ranks: RankPool, name: str, method: str) -> None:
+    ranks.run(1, decline, method, name)
 
 
 def accept() -> None:
@@ -335,35 +350,38 @@ def test_model_compiles_as_one_graph(ranks: RankPool, backend: str) -> None:
     ranks.run(2, compile_mlp, backend)
 
 
-def check_operator() -> None:
+def check_operator(method: str) -> None:
+    operator = operator_of(method)
     with make_communicator() as comm, torch.no_grad():
         x, weight = operands(comm.rank, 6, INPUTS, 2 * OUTPUTS, torch.bfloat16)
-        y = comm.linear_silu_and_mul(x, weight)
-        torch.library.opcheck(OPERATOR, (x, weight, *UNSCALED, comm.name))
-        with pytest.raises(UnsupportedInputError, match=r"linear_silu_and_mul: x: .*not contiguous"):
-            OPERATOR(x.t(), weight, *UNSCALED, comm.name)
+        y = getattr(comm, method)(x, weight)
+        torch.library.opcheck(operator, (x, weight, *UNSCALED, comm.name))
+        with pytest.raises(UnsupportedInputError, match=f"{method}: x: .*not contiguous"):
+            operator(x.t(), weight, *UNSCALED, comm.name)
         with Watcher() as watcher:
-            assert comm.linear_silu_and_mul(x, weight).equal(y)
-        assert watcher.seen.count(OPERATOR) == 1
-        traced = make_fx(lambda x, weight: comm.linear_silu_and_mul(x, weight) + 1)(x * 0, weight)
-        assert [node.target for node in traced.graph.nodes].count(OPERATOR) == 1
+            assert getattr(comm, method)(x, weight).equal(y)
+        assert watcher.seen.count(operator) == 1
+        traced = make_fx(lambda x, weight: getattr(comm, method)(x, weight) + 1)(x * 0, weight)
+        assert [node.target for node in traced.graph.nodes].count(operator) == 1
         assert traced(x, weight).equal(y + 1)
-        batched = torch.vmap(lambda x: comm.linear_silu_and_mul(x, weight))(x.view(3, 2, INPUTS))
+        batched = torch.vmap(lambda x: getattr(comm, method)(x, weight))(x.view(3, 2, INPUTS))
         assert batched.view(6, OUTPUTS).equal(y)
         parameter = torch.nn.Parameter(weight)
-        assert comm.linear_silu_and_mul(x, parameter).equal(y)
+        assert getattr(comm, method)(x, parameter).equal(y)
     with pytest.raises(RuntimeError, match="closed"):
-        OPERATOR(x, weight, *UNSCALED, comm.name)
+        operator(x, weight, *UNSCALED, comm.name)
 
 
 @pytest.mark.filterwarnings("ignore:There is a performance drop")
-def test_operator(ranks: RankPool) -> None:
-    ranks.run(1, check_operator)
+@every_method
+def test_operator(ranks: RankPool, method: str) -> None:
+    ranks.run(1, check_operator, method)
 
 
+@every_method
 @pytest.mark.parametrize("shape", [(INPUTS,), (3, INPUTS), (2, 5, INPUTS)])
-def test_fake_results_are_like_the_real_ones(shape: tuple[int, ...]) -> None:
+def test_fake_results_are_like_the_real_ones(shape: tuple[int, ...], method: str) -> None:
     with FakeTensorMode():
         weight = torch.empty(2 * OUTPUTS, INPUTS, dtype=torch.float16)
-        y = OPERATOR(torch.empty(shape, dtype=torch.float16), weight, *UNSCALED, "any")
+        y = operator_of(method)(torch.empty(shape, dtype=torch.float16), weight, *UNSCALED, "any")
     assert (tuple(y.shape), y.dtype) == ((*shape[:-1], OUTPUTS), torch.float16)
