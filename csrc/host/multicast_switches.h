@@ -1,5 +1,5 @@
-// Whether the environment permits NVLink multicast. Asked before a driver function of it is looked up: on a machine that
-// forbids it, to try and to see it fail may already do the harm.
+// Environment variables that forbid NVLink multicast. The cores check them before they look up a driver function for
+// multicast: on a machine that forbids it, even a failed attempt may do harm.
 #pragma once
 
 #include <algorithm>
@@ -10,7 +10,7 @@
 
 namespace llm_comm::host {
 
-// A variable that can switch multicast off, and the usual value that does.
+// A variable that can switch multicast off, and its usual value for that.
 struct MulticastSwitch {
   const char* variable;
   const char* off;
@@ -20,7 +20,7 @@ inline constexpr MulticastSwitch kMulticastSwitches[] = {{"LLM_COMM_MULTICAST", 
                                                          {"TORCH_SYMM_MEM_DISABLE_MULTICAST", "1"},
                                                          {"NVSHMEM_DISABLE_NVLS", "1"}};
 
-// As programs read such variables: a number, or a word. What is neither forbids: who has set it meant something.
+// Interprets a value as a number or a word, as other programs do. A value that is neither forbids multicast.
 inline bool permits_multicast(const MulticastSwitch& of, const char* value) {
   std::string text(value);
   const auto is_blank = [](unsigned char c) { return std::isspace(c) != 0; };

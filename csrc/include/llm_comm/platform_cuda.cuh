@@ -279,7 +279,7 @@ LLM_COMM_DEVICE void store_line_relaxed(void* address, Line v) {
                : "memory");
 }
 
-// The same instructions as for a line, but with two 64-bit elements. PTX treats each vector element as an access of its
+// As for a line, but with two 64-bit elements. PTX treats each vector element as an access of its
 // own and promises no atomicity for the vector as a whole.
 LLM_COMM_DEVICE Line load_packet_relaxed(const void* address) {
   uint64_t low, high;

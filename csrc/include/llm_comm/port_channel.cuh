@@ -7,7 +7,8 @@
 //                                    thread has put to that peer has arrived
 //   put_with_signal(...)             both, as one request
 //   flush()                          returns when all requests of this thread for this peer are complete. Until then,
-//                                    or until a word from the peer confirms arrival, the source of a put must not change
+//                                    or until a word from the peer confirms arrival, the source of a put must not
+//                                    change
 //   wait(semaphore, value)           waits for a signal of the peer; later reads see what the peer put before it
 //
 // The values of a semaphore must only grow. The caller chooses them, so nothing is counted or reset here. A CUDA graph
