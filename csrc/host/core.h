@@ -26,7 +26,8 @@ struct CoreOptions {
   bool multicast = false;      // prepare the workspace for a multicast object (create_multicast())
 };
 
-// Handle by which a peer maps a workspace: a file descriptor, sent over a unix socket, or the bytes of a cudaIpc handle.
+// Handle by which a peer maps a workspace: a file descriptor, sent over a unix socket, or the bytes of a cudaIpc
+// handle.
 struct WorkspaceHandle {
   int fd = -1;  // owned by the holder of the struct
   std::string bytes;

@@ -7,8 +7,8 @@
 //
 //   order             a UCX fence precedes each signal, and each put whose range overlaps an unfenced one
 //   local completion  reported when a flush of the endpoint has completed
-//   end               a rank that ends sends an end word ("farewell") to each peer. A connection that closes without one is
-//                     an error that names the peer
+//   end               a rank that ends sends an end word ("farewell") to each peer. A connection that closes without
+//                     one is an error that names the peer
 #pragma once
 
 #include <chrono>
