@@ -12,9 +12,9 @@
 // of keeping silent: all ranks then fail with an error that names it, and none waits. A peer takes the offset from the
 // rank that owns the tensor, never from its own tensor.
 //
-// The offsets travel through the first half of the staging memory, one line for each block and sender. They are read
-// before step 1, which the sender waits for at its end (H1). R1 of operation.cuh: a block waits for each peer. R2: no
-// slot is used.
+// The offsets travel through the first half of the staging memory, one line for each block and sender. They are read in
+// step 1, and the sender ends only after the reader has finished step 1 (H1). R1 of operation.cuh: a block waits for
+// each peer. R2: no slot is used.
 //
 // The tensors determine which algorithm runs, so ranks with different kinds of tensors run different algorithms. Their
 // signals must not be confused. These algorithms use DirectSignals and others use other words, so each rank waits in
@@ -27,7 +27,7 @@
 namespace llm_comm::inline LLM_COMM_TARGET {
 
 inline constexpr uint32_t kMaxDirectThreads = 512;
-inline constexpr uint32_t kMaxDirectBlocks = DirectSignals::kBlocks;  // of a grid
+inline constexpr uint32_t kMaxDirectBlocks = DirectSignals::kBlocks;  // maximum per grid
 inline constexpr uint32_t kMaxPlaces = 2;  // symmetric offsets of a call; they fit in one line
 
 // Phases, as errors number them.

@@ -36,7 +36,7 @@
 namespace llm_comm::inline LLM_COMM_TARGET {
 
 inline constexpr uint32_t kStreamCopyThreads = 32;
-inline constexpr uint32_t kMaxCopyPieces = 8;  // of a launch
+inline constexpr uint32_t kMaxCopyPieces = 8;  // maximum per launch
 
 // Index of a grid in its launch. kFirstPiece + i: the grid between the copies of piece i.
 inline constexpr uint32_t kMeeting = 0;

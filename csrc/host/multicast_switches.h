@@ -26,7 +26,7 @@ inline bool permits_multicast(const MulticastSwitch& of, const char* value) {
   const auto is_blank = [](unsigned char c) { return std::isspace(c) != 0; };
   text.erase(std::remove_if(text.begin(), text.end(), is_blank), text.end());
   std::transform(text.begin(), text.end(), text.begin(), [](unsigned char c) { return std::tolower(c); });
-  if (text.empty()) return true;  // compose files cannot leave a variable out
+  if (text.empty()) return true;  // a compose file may set an empty value instead of none
   const auto is_one_of = [&](std::initializer_list<const char*> words) {
     return std::find(words.begin(), words.end(), text) != words.end();
   };
@@ -46,7 +46,7 @@ std::string multicast_switched_off(Get get) {
   return "";
 }
 
-// Throws std::runtime_error where it is switched off. The core asks this, whatever its caller has asked before.
+// Throws std::runtime_error if multicast is switched off. The core calls it even if its caller has checked already.
 template <class Get>
 void require_multicast_permitted(Get get) {
   const std::string by = multicast_switched_off(get);

@@ -22,8 +22,7 @@ class OwnHeader {
   explicit OwnHeader(Memory& memory) : memory_(memory) {}
 
   // Releases the memory of all workspaces. Only the header is kept: between operations all slot lines hold the sentinel
-  // (R2 of operation.cuh) and the staging memory holds nothing of use. No rank may write to the header any more at this
-  // point.
+  // (R2 of operation.cuh) and the staging memory holds nothing of use. No rank may write to the header from here on.
   void vacate() {
     const std::lock_guard<std::mutex> lock(mutex_);
     if (kept_.empty()) {

@@ -32,7 +32,7 @@ struct Program {
   bool works_in_place;       // the output may be the input
   bool has_symmetric_input;  // peers access it, so it has the same symmetric offset on all ranks
   bool has_symmetric_output;
-  uint32_t semaphores;  // of its channels
+  uint32_t semaphores;  // semaphores of its channels
   uint64_t shared_bytes;
   uint64_t workspace_bytes;
   const ArmedRange* armed;
@@ -50,10 +50,10 @@ struct Outcome {
   uint32_t peer;       // of a wait: the rank that was waited for
   uint32_t schedules;  // number of schedules run
   uint64_t seed;
-  uint64_t step;         // of the first failure in the schedule
-  uint64_t steps;        // of the schedule
+  uint64_t step;         // step of the first failure in the schedule
+  uint64_t steps;        // length of the schedule
   uint64_t element;      // index of a wrong result, or workspace byte of a line that does not hold the sentinel
-  uint64_t part_bytes;   // of the failed call
+  uint64_t part_bytes;   // size of a shard in the failed call
   uint64_t fingerprint;  // hash of the order and the value of every access
   char text[512];
 };

@@ -10,11 +10,10 @@
 //
 // Steps. In step t a block sends chunk t and consumes the chunks that the peers sent in their step t - depth. Step t
 // starts when the peer blocks of this number have finished step t - depth. There are chunks + 2 * depth steps: the
-// extra 2 * depth give a rank two passes over the received data and keep it until every peer has finished its first
-// pass.
+// extra 2 * depth give a rank two passes over the received data. It ends only after every peer has finished the first.
 //
-// Buffers. 2 * depth buffers are enough. Chunk t overwrites chunk t - 2 * depth, which the peer consumed in its step t
-// - depth, and step t starts only after the peer has signalled that step.
+// Buffers. 2 * depth buffers are enough. Chunk t overwrites chunk t - 2 * depth. The peer consumed that chunk in its
+// step t - depth, and step t starts only after the peer has signalled that step.
 //
 // Warp roles. The first warp of a block exchanges signals with the peers; the other warps compute. While step t runs,
 // the signal warp signals the end of step t - 1 and waits for what step t + 1 needs. A system-scope release takes a
@@ -27,7 +26,7 @@
 //
 // A waiter may read a later step: of the same operation, or of the next one. The peer cannot be further ahead (R1 of
 // operation.cuh). Any other value is a stale word or the initial fill of the region. Stale words are smaller and fail
-// the test. The initial fill equals operation 2^46, which is never reached.
+// the test. The initial fill equals an operation number near 2^47, which is never reached.
 //
 // Staging memory. Peers store chunks into this rank's staging memory, which has two halves. Each kernel divides them as
 // it needs. Two rules make it safe to store before the first wait of an operation:

@@ -279,8 +279,8 @@ LLM_COMM_DEVICE void store_line_relaxed(void* address, Line v) {
                : "memory");
 }
 
-// As for a line, but with two 64-bit elements. PTX treats each vector element as an access of its
-// own and promises no atomicity for the vector as a whole.
+// As for a line, but with two 64-bit elements. PTX treats each vector element as an access of its own and promises no
+// atomicity for the vector as a whole.
 LLM_COMM_DEVICE Line load_packet_relaxed(const void* address) {
   uint64_t low, high;
   asm volatile("ld.relaxed.sys.global.v2.u64 {%0,%1}, [%2];" : "=l"(low), "=l"(high) : "l"(address) : "memory");

@@ -6,7 +6,7 @@
 
 namespace llm_comm::inline LLM_COMM_TARGET {
 
-inline constexpr uint32_t kMaxStepsLog2 = 16;  // of an operation
+inline constexpr uint32_t kMaxStepsLog2 = 16;  // bound on the steps of an operation
 // Bound on how far a signal word may be ahead of the step that is waited for.
 inline constexpr uint64_t kFurthestAhead = uint64_t{2} << kMaxStepsLog2;
 

@@ -35,7 +35,7 @@
 namespace llm_comm {
 
 inline constexpr int kMaxWorldSize = 8;
-inline constexpr int kMaxParameters = 9;  // of an operation
+inline constexpr int kMaxParameters = 9;  // maximum per operation
 
 inline constexpr uint64_t kHeaderBytes = 64 * 1024;
 inline constexpr uint64_t kHeapOffset = 256;

@@ -57,8 +57,8 @@ class Pieces {
 
  private:
   uint32_t chunks_;
-  uint32_t steps_;  // of the first piece
-  uint32_t lines_;  // of the first piece
+  uint32_t steps_;  // steps of the first piece
+  uint32_t lines_;  // lines of the first piece
 };
 
 template <DataType D, int World>
