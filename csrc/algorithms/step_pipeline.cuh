@@ -1,5 +1,6 @@
 // StepPipeline: algorithms that send, combine and collect a message chunk by chunk, with one team (warp role) for each
-// of these. The push_hb and two_shot_hb algorithms and their switch variants use it. In step t (hb_session.cuh)
+// of these. Used by push_hb, push_switch, one_shot_hb, two_shot_hb, two_shot_port and the ld_reduce algorithms of
+// all-reduce and reduce-scatter. In step t (hb_session.cuh)
 //
 //   team 0   sends chunk t: of each shard to the shard's owner, or of its own shard to all ranks
 //   team 1   combines chunk t - depth: reduces the contributions to its shard, or copies what the ranks have sent

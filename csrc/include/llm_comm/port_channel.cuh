@@ -1,6 +1,7 @@
 // PortChannel: a GPU thread asks a proxy on the host to move data to one peer (MSCCL++, arXiv 2504.09014). Within a
-// node copy engines move the data: they use no SM and reach a higher bandwidth than stores of a kernel. The port
-// algorithms and HeapPortChannel (channels.cuh) use PortFifo; DSL and user kernels use the channels.
+// node copy engines move the data: they use no SM and reach a higher bandwidth than stores of a kernel. PortFifo
+// carries the requests of port algorithms and of HeapPortChannel (channels.cuh), which DSL and user kernels use.
+// PortChannel serves node_exchange.cuh.
 //
 //   put(destination, source, bytes)  copies bytes of this rank's memory to an offset in the peer's workspace, later
 //   signal(semaphore, value)         the peer's wait() for this or a lower value returns once everything that this

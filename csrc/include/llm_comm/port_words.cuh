@@ -1,5 +1,7 @@
-// Port requests and arrival words for operations that have another session than PortSession (two_shot_port.cuh in
-// csrc/optional). There is one arrival word for each sender, hop and block; steps.cuh defines their values.
+// Port requests and arrival words for operations with a DirectSession or HBSession (direct_port.cuh and
+// two_shot_port.cuh
+// in csrc/optional). PortSession uses the same words: one for each sender, hop and block; steps.cuh defines their
+// values.
 #pragma once
 
 #include "llm_comm/hb_session.cuh"
