@@ -1,33 +1,34 @@
-// What is to be known about an operation and about an algorithm: the vocabulary of their descriptors.
+// Vocabulary of the descriptors of operations and algorithms. Every operation and algorithm file uses it.
 //
-// An operation says what is computed. Its descriptor is a struct (all_reduce/operation.cuh is one) with
+// An operation defines what is computed. Its descriptor is a struct (example: all_reduce/operation.cuh) with
 //
 //   Args                                        parameter of its kernels; has a DeviceComm `comm`
 //   kInfo                                       OperationInfo
-//   serves(type)                                whether it has kernels for a data type
-//   check(problem)                              throws std::invalid_argument for what no algorithm of it can do
-//   arguments(problem, tiling, grid) -> Args    what all launches of a call share; `comm` is filled in by the caller
-//   set_launch(args, problem, buffers, first, units)   what one launch adds: its part of the buffers
-//   expect(problem, rank, i, input) -> bits     element i of what `rank` ends up with, where input(r, j) is element j of
-//                                               rank r's input: for tests, which check any operation that has it
+//   serves(type)                                true if it has kernels for a data type
+//   check(problem)                              throws std::invalid_argument for calls that no algorithm of it supports
+//   arguments(problem, tiling, grid) -> Args    part of Args that all launches of a call share; the caller sets `comm`
+//   set_launch(args, problem, buffers, first, units)   sets the part of one launch: its range of the buffers
+//   expect(problem, rank, i, input) -> bits     reference for tests: element i of the result on `rank`, where
+//                                               input(r, j) is element j of rank r's input
 //
-// An algorithm says how. Its descriptor stands at the end of its file, and has
+// An algorithm defines how. Its descriptor is at the end of its file and has
 //
 //   Operation, kInfo                            AlgorithmInfo
-//   kTunables                                   Tunables: the fields of Choice that it reads, and their bounds, which stand
-//                                               nowhere else: tables, tilings and candidates are held to them
+//   kTunables                                   Tunables: the fields of Choice that it reads, with their bounds. The
+//                                               only place for these bounds: tables, tilings and candidates are checked
+//                                               by them
 //   kVariants, kernel<type, World, Variant>()   its kernels, all with the signature void(Operation::Args)
 //   tile(problem, choice, limits) -> Tiling     may throw std::invalid_argument
-//   grid(problem, tiling, units, limits) -> Grid   of a launch of so many units, by a tiling within the bounds of kTunables;
-//                                               throws std::invalid_argument for one that the workspace, the device or
-//                                               the kernels do not take
-//   candidates(problem, limits)                 choices worth measuring, simplest first; the first serves where no table
-//                                               has a row
-//   widest_cluster() -> Grid                    (optional) of a kernel in clusters: the launch that asks most of a device
+//   grid(problem, tiling, units, limits) -> Grid   of a launch of `units` units, for a tiling within kTunables. Throws
+//                                               std::invalid_argument if workspace, device or kernels do not support it
+//   candidates(problem, limits)                 tuning parameters worth measuring, simplest first. The first is used
+//                                               where no table has a row
+//   widest_cluster() -> Grid                    (optional, kernels with clusters) the launch that needs most of a
+//                                               device
 //
-// algorithms/registry.def and optional/registry.def list the algorithms, and everything else is derived from the lists: kernels
-// and how they are loaded, names in errors and tables, candidates of the tuner, schedules of the deterministic emulator,
-// `llm-comm algorithms`.
+// algorithms/registry.def and optional/registry.def list the algorithms. Everything else derives from these lists:
+// kernels and how they are loaded, names in errors and tables, tuner candidates, schedules of the deterministic
+// emulator, `llm-comm algorithms`.
 #pragma once
 
 #include <string_view>
@@ -38,8 +39,8 @@
 
 namespace llm_comm::inline LLM_COMM_TARGET {
 
-// Number of an algorithm in errors and in comparisons of calls. A build says which (algorithms/kinds.h, written by CMake); a kernel that
-// is compiled apart from a build is a user's.
+// Number of an algorithm in errors and in comparisons of calls. A build defines it (algorithms/kinds.h, written by
+// CMake). Kernels compiled outside a build are user kernels.
 template <class Algorithm>
 inline constexpr OperationKind kKindOf = OperationKind::kUser;
 
@@ -47,7 +48,7 @@ inline constexpr OperationKind kKindOf = OperationKind::kUser;
 
 namespace llm_comm {
 
-// The phases of two-shot algorithms, as errors number them.
+// Phases of two-shot algorithms, as errors number them.
 inline constexpr uint32_t kScatter = 0;
 inline constexpr uint32_t kGather = 1;
 
@@ -55,19 +56,18 @@ inline constexpr int kMaxBuffers = 6;
 inline constexpr int kMaxTunables = 5;
 inline constexpr int kMaxNamedValues = 9;
 
-// A tensor of a call. Buffers are like the input (same shape and type) unless the operation has a file of its own in
-// Python that says otherwise.
+// A tensor of a call. It has the shape and type of the input, unless the operation's own Python file defines otherwise.
 struct BufferInfo {
   const char* name = nullptr;
   bool is_output = false;
   bool is_optional = false;
 };
 
-// Of a call, the same on all ranks.
+// A parameter of a call, the same on all ranks.
 struct ParameterInfo {
   const char* name = nullptr;
-  bool is_rank = false;                           // 0 to world - 1
-  const char* value_names[kMaxNamedValues] = {};  // of its values 0, 1, ..., in errors; none: it is a number
+  bool is_rank = false;                           // a rank: 0 to world - 1
+  const char* value_names[kMaxNamedValues] = {};  // names of the values 0, 1, ... in errors; empty: a number
 };
 
 struct OperationInfo {
@@ -75,12 +75,12 @@ struct OperationInfo {
   const char* title;  // "all-reduce"
   BufferInfo buffers[kMaxBuffers];
   ParameterInfo parameters[kMaxParameters] = {};
-  // Of an operation that works by rows: their elements are a multiple of the first and at most the second. Else 0.
+  // For operations that work on rows: the row length is a multiple of `row_multiple` and at most `max_row`. Else 0.
   uint32_t row_multiple = 0;
   uint32_t max_row = 0;
 };
 
-// A field of Choice that an algorithm reads, and what a table may say there.
+// A field of Choice that an algorithm reads, with the values that a table may give it.
 struct Tunable {
   const char* name = nullptr;
   uint32_t min = 0;
@@ -91,7 +91,7 @@ struct Tunable {
 struct Tunables {
   Tunable tunable[kMaxTunables];
 
-  // The largest value of a tunable; 0 where there is none of this name.
+  // Upper bound of a tunable; 0 if there is none of this name.
   constexpr uint32_t max(std::string_view name) const {
     for (const Tunable& one : tunable) {
       if (one.name != nullptr && name == one.name) return one.max;
@@ -100,23 +100,23 @@ struct Tunables {
   }
 };
 
-// The fields by which tunables go; nullptr where there is no such one.
+// Field with the name of a tunable; nullptr if there is none.
 inline const uint32_t* tunable_of(const Choice& choice, std::string_view name) {
   if (name == "blocks") return &choice.blocks;
   if (name == "threads") return &choice.threads;
   if (name == "tile_lines") return &choice.tile_lines;
   if (name == "cluster") return &choice.cluster;
-  // Without a depth there is the least one.
+  // Depth 0 means that the algorithm uses its minimum, so it is not checked.
   return name == "depth" && choice.depth != 0 ? &choice.depth : nullptr;
 }
-// Clusters of a tiling may be of any size that the device takes, which grid() knows.
+// The cluster size is left out: its bound depends on the device, and grid() checks it.
 inline const uint32_t* tunable_of(const Tiling& tiling, std::string_view name) {
   if (name == "blocks") return &tiling.blocks;
   if (name == "tile_lines") return &tiling.tile_lines;
   return name == "depth" ? &tiling.depth : nullptr;
 }
 
-// Throws std::invalid_argument for a Choice or a Tiling that is outside of the bounds of an algorithm's tunables.
+// Throws std::invalid_argument if a Choice or a Tiling is outside the bounds of the tunables.
 template <class Values>
 void check_bounds(const Tunables& tunables, const Values& values) {
   for (const Tunable& bound : tunables.tunable) {
@@ -134,14 +134,14 @@ struct AlgorithmInfo {
   const char* name;        // "one_shot"
   const char* protocol;    // "LL"
   const char* title;       // "one-shot all-reduce", in errors
-  uint32_t symmetric = 0;  // bit i: peers access buffer i, which has to lie in symmetric memory (direct.cuh)
-  // Of those by SwitchChannel. Their kernels execute multimem instructions, so they run only where DeviceComm::multicast is set.
+  uint32_t symmetric = 0;  // bit i: peers access buffer i, which must be in symmetric memory (direct.cuh)
+  // Uses SwitchChannel. The kernels execute multimem instructions, so DeviceComm::multicast must be set.
   bool by_switch = false;
-  bool sums_in_switch = false;    // not in rank order: only with `sum: any`
-  bool ranks_may_differ = false;  // each rank asks the switch for its own sum: ranks may get other bits
+  bool sums_in_switch = false;    // the switch adds, in any order: only with `sum: any`
+  bool ranks_may_differ = false;  // every rank reduces in the switch by itself: ranks may get different bits
 
-  // Whether only an option or a row of a table chooses it, for whatever has been measured. Copy engines are worth it for large
-  // messages alone; NVLink multicast has to be set up.
+  // True if the algorithm is used only when an option or a table row names it, whatever was measured. Copy engines pay
+  // off for large messages only; NVLink multicast needs a set-up.
   bool needs_row() const {
     const std::string_view by = protocol;
     return by == "Port" || by == "CE" || by_switch;
@@ -151,13 +151,13 @@ struct AlgorithmInfo {
 // A list of descriptors.
 template <class... Algorithms>
 struct AlgorithmList {
-  // step.operator()<Algorithm>() for each, in order.
+  // Calls step.operator()<Algorithm>() for each, in order.
   template <class Step>
   static void for_each(Step step) {
     (step.template operator()<Algorithms>(), ...);
   }
 
-  // The same for the one at `index`.
+  // Calls step.operator()<Algorithm>() for the algorithm at `index`.
   template <class Step>
   static void at(uint32_t index, Step step) {
     uint32_t i = 0;
@@ -165,7 +165,7 @@ struct AlgorithmList {
   }
 };
 
-// What no algorithm of an operation can do.
+// Throws std::invalid_argument for calls that no algorithm of the operation supports.
 template <class Operation>
 void check_problem(const Problem& problem) {
   constexpr const OperationInfo& info = Operation::kInfo;
@@ -194,7 +194,7 @@ void check_problem(const Problem& problem) {
   Operation::check(problem);
 }
 
-// All launches of a call.
+// Shape of all launches of a call.
 template <class Algorithm>
 Shape shape_of(const Problem& problem, const Tiling& tiling, const Limits& limits) {
   check_problem<typename Algorithm::Operation>(problem);
@@ -206,13 +206,13 @@ Shape shape_of(const Problem& problem, const Tiling& tiling, const Limits& limit
   const uint64_t units = problem.units();
   const uint64_t whole = units < tiling.launch_units ? units : tiling.launch_units;
   const uint64_t launches = divide_up(units, whole);
-  // Peers are told where a tensor begins, not where a launch does.
+  // Peers receive the address where a tensor begins, not where a launch begins.
   if (Algorithm::kInfo.symmetric != 0 && launches > 1) throw std::invalid_argument("the message takes one launch");
   return {tiling, launches, Algorithm::grid(problem, tiling, whole, limits),
           Algorithm::grid(problem, tiling, units - (launches - 1) * whole, limits)};
 }
 
-// Whether an algorithm has kernels for `types` and for no other data type.
+// True if the algorithm has kernels for exactly these data types.
 template <class Algorithm, DataType... types>
 constexpr bool serves_exactly() {
   uint32_t served = 0;

@@ -1,12 +1,12 @@
-// How the threads of a block share out the sums of a tile.
+// Reduction of a tile by the threads of a block, for LL algorithms with one thread per line and peer.
 #pragma once
 
 #include "llm_comm/reduce.cuh"
 
 namespace llm_comm::inline LLM_COMM_TARGET {
 
-// Elements that a thread sums together: as many as give every thread of a block one pack of its tile. Measured: sums by
-// whole lines leave most threads idle, sums by elements make few ranks loop.
+// Elements that a thread adds together: as many as give every thread of a block one pack of its tile. Measured: whole
+// lines leave most threads idle; single elements make small worlds loop.
 template <DataType D, int World>
 inline constexpr uint32_t kSumWidth = [] {
   constexpr uint32_t kPerLine = sizeof(Line) / sizeof(typename Element<D>::Storage);
@@ -15,8 +15,8 @@ inline constexpr uint32_t kSumWidth = [] {
   return width;
 }();
 
-// Runs step(i) for each of the `packs` packs of a tile that falls to this thread. Where no thread has more than one, a
-// loop would only cost time.
+// Calls step(i) for each of the `packs` packs of a tile that belongs to this thread. Avoids a loop where no thread has
+// more than one pack.
 template <DataType D, int World, class Step>
 LLM_COMM_DEVICE void for_each_pack(uint32_t packs, Step step) {
   constexpr uint32_t kPacksPerLine = sizeof(Line) / sizeof(Pack<D, kSumWidth<D, World>>);
@@ -27,8 +27,8 @@ LLM_COMM_DEVICE void for_each_pack(uint32_t packs, Step step) {
   }
 }
 
-// Sums a tile of `tile_lines` lines, of which `contributions` holds those of each rank one after the other, into `sums`. All
-// threads of the block make the call.
+// Reduces a tile of `tile_lines` lines into `sums`. `contributions`: the tile of each rank, one after the other.
+// Collective over the block.
 template <DataType D, int World>
 LLM_COMM_DEVICE void sum_tile(const Line* contributions, uint32_t tile_lines, Line* sums) {
   constexpr uint32_t kWidth = kSumWidth<D, World>;

@@ -1,14 +1,15 @@
-// Compares what the ranks are about to do, before they do it: in debug mode, and always on emulated devices.
+// Compares the calls of all ranks before they run: in debug mode, and always on emulated devices. LaunchQueue launches
+// these kernels.
 //
-// check_call runs before each operation and release_call after it, on the same stream and in the same graph, so the
-// kernels of the operations know nothing of them. Every rank sends its call to all and looks at everybody's. If two
-// differ, the communicator ends on all ranks, each of which knows all calls, and the operation that follows does
-// nothing. Between the two kernels the launch has the communicator to itself: another one that begins on this GPU, on
-// another stream, ends the communicator too.
+// check_call runs before each operation and release_call after it, on the same stream and in the same graph; the
+// kernels of the operations are unaware of them. Every rank sends its call to all ranks and compares all calls. If two
+// differ, the communicator fails on all ranks, each of which has all calls for its error, and the operation that
+// follows does nothing. Between the two kernels the launch owns the communicator on this GPU: another launch that
+// starts on another stream fails the communicator too.
 //
-// Header, from kCallsOffset: [sender][kLinesPerCall flag lines]. The flag follows from the number of the operation, so nothing is
-// re-armed, and one place for a sender is enough: a rank that sends its call of operation e + 1 has ended e, so by R1 of
-// operation.cuh every rank has begun e, which each does only after it has compared the calls of e.
+// Layout, from kCallsOffset: [sender][kLinesPerCall flag lines]. The flag derives from the operation number, so nothing
+// is reset. One entry per sender is enough. A rank that sends its call of operation e + 1 has ended e. By R1 of
+// operation.cuh every rank has then begun e, which a rank does only after it has compared the calls of e.
 #pragma once
 
 #include "llm_comm/line.cuh"
@@ -19,7 +20,7 @@ namespace llm_comm::inline LLM_COMM_TARGET {
 struct CheckCallArgs {
   DeviceComm comm;
   CallSignature call;
-  uint64_t bytes;  // of the message
+  uint64_t bytes;  // message size
 };
 
 inline constexpr uint32_t kLinesPerCall = sizeof(CallSignature) / sizeof(FlagLine);
@@ -38,12 +39,12 @@ LLM_COMM_DEVICE bool is_same_call(const CallSignature& a, const CallSignature& b
   return is_same;
 }
 
-// Where a call of `sender` lies in the workspace of `receiver`.
+// Entry of `sender` in the workspace of `receiver`.
 LLM_COMM_DEVICE Line* call_lines(const DeviceComm& comm, uint32_t receiver, uint32_t sender) {
   return reinterpret_cast<Line*>(comm.workspace[receiver] + kCallsOffset) + sender * kLinesPerCall;
 }
 
-// One block of world_size threads; dynamic shared memory for as many CheckedCall.
+// A received call in shared memory. The kernel runs one block of world_size threads with as many CheckedCall.
 struct CheckedCall {
   CallSignature call;
   uint32_t has_arrived;
@@ -54,7 +55,7 @@ LLM_COMM_KERNEL(kMaxWorldSize) check_call(LLM_COMM_KERNEL_PARAM CheckCallArgs ar
   grid_dependency_trigger();
   const DeviceComm& comm = args.comm;
   const uint32_t peer = thread_index();
-  CheckedCall* const checked = shared_memory<CheckedCall>();  // [rank]
+  CheckedCall* const checked = shared_memory<CheckedCall>();  // indexed by rank
   CheckedCall& mine = checked[peer];
 
   Operation op(comm, static_cast<OperationKind>(args.call.operation), args.bytes);
@@ -66,7 +67,7 @@ LLM_COMM_KERNEL(kMaxWorldSize) check_call(LLM_COMM_KERNEL_PARAM CheckCallArgs ar
     }
     mine = {args.call, 1};
   } else {
-    const auto flag = static_cast<uint32_t>(op.sequence() % 0xFFFFFFFFu + 1);  // not 0, which the header holds at first
+    const auto flag = static_cast<uint32_t>(op.sequence() % 0xFFFFFFFFu + 1);  // never 0, the initial value
     Line* const outgoing = call_lines(comm, peer, comm.rank);
     const Line* const incoming = call_lines(comm, comm.rank, peer);
     const auto* const sent = reinterpret_cast<const FlagLine*>(&args.call);
@@ -86,19 +87,19 @@ LLM_COMM_KERNEL(kMaxWorldSize) check_call(LLM_COMM_KERNEL_PARAM CheckCallArgs ar
   block_sync();
 
   if (peer != 0) return;
-  uint32_t odd_one = 0;  // the first that differs from rank 0, which is the same on all ranks
+  uint32_t odd_one = 0;  // first rank that differs from rank 0; all ranks find the same one
   for (uint32_t rank = comm.world_size; rank-- > 0;) {
-    if (checked[rank].has_arrived == 0) return;  // an aborted wait has been reported
+    if (checked[rank].has_arrived == 0) return;  // the aborted wait has reported its error
     if (!is_same_call(checked[rank].call, checked[0].call)) odd_one = rank;
   }
   if (odd_one == 0) return;
-  // The others find it themselves. A note could reach one of them before the call that tells it why.
+  // The other ranks find the mismatch themselves. A fault report could reach a rank before the call that explains it.
   op.fail(ErrorCause::kMismatch, odd_one, kCheckPhase, [&] {
     for (uint32_t rank = 0; rank < comm.world_size; ++rank) comm.mailbox->calls[rank] = checked[rank].call;
   });
 }
 
-// One thread.
+// Launched with one thread.
 LLM_COMM_KERNEL(1) release_call(LLM_COMM_KERNEL_PARAM CheckCallArgs args) {
   grid_dependency_wait();
   grid_dependency_trigger();

@@ -1,5 +1,5 @@
-// What HB algorithms share, which send parts of equal lines in chunks: how blocks share out the lines, where chunks lie in the
-// staging memory, and how their launches are shaped.
+// Base of HB algorithms that send shards in chunks: how blocks divide the lines, where chunks lie in the staging
+// memory, and how launches are shaped.
 #pragma once
 
 #include <algorithm>
@@ -11,10 +11,10 @@
 
 namespace llm_comm::inline LLM_COMM_TARGET {
 
-inline constexpr uint32_t kMinHBDepth = 2;  // HBSession::run()
+inline constexpr uint32_t kMinHBDepth = 2;  // required by HBSession::run()
 
-// The threads of a block that work are teams, each of which does another part of a step: so the links carry what one sends
-// while another one sums. What teams do in one step does not depend on each other.
+// Compute threads of a block form teams (warp roles), and each team does another part of a step. The links therefore
+// carry what one team sends while another one adds. The work of the teams in one step is independent.
 inline constexpr uint32_t kMaxTeamThreads = 256;
 
 constexpr uint32_t max_hb_threads(uint32_t teams) { return teams * kMaxTeamThreads + kWarpThreads; }
@@ -24,7 +24,7 @@ struct Team {
   uint32_t threads;
   uint32_t thread;
 
-  // Of a thread that works.
+  // Team of a compute thread.
   static LLM_COMM_DEVICE Team of(const HBSession& session, uint32_t teams) {
     const uint32_t threads = session.workers() / teams;
     const uint32_t number = session.worker() / threads;
@@ -33,7 +33,7 @@ struct Team {
   static LLM_COMM_DEVICE Team whole_block() { return {0, block_threads(), thread_index()}; }
 };
 
-// Chunk t of a block of each part, which has up to `part_lines` lines.
+// Chunks of a block: chunk t of each shard. Shards have up to `part_lines` lines.
 class Chunks {
  public:
   LLM_COMM_DEVICE Chunks(uint32_t block, uint32_t chunk_lines, uint32_t part_lines)
@@ -42,11 +42,11 @@ class Chunks {
         stride_(block_count() * chunk_lines),
         count_((part_lines + stride_ - 1) / stride_) {}
 
-  // The same for all blocks of a grid, some of which end with chunks of no lines.
+  // Number of chunks, the same for all blocks of a grid. The last chunk of some blocks may be empty.
   LLM_COMM_DEVICE uint32_t count() const { return count_; }
-  // Line of a part with which a chunk begins.
+  // First line of chunk t in a shard.
   LLM_COMM_DEVICE uint32_t first(uint32_t t) const { return first_ + t * stride_; }
-  // Lines of a chunk of a part that has so many.
+  // Lines of chunk t of a shard with `part_lines` lines.
   LLM_COMM_DEVICE uint32_t lines(uint32_t t, uint32_t part_lines) const {
     if (first(t) >= part_lines) return 0;
     return part_lines - first(t) < chunk_lines_ ? part_lines - first(t) : chunk_lines_;
@@ -59,7 +59,7 @@ class Chunks {
   uint32_t count_;
 };
 
-// Moves so many lines, each thread of the team several at a time, whose loads are under way together.
+// Moves `lines` lines. Each thread of the team has several loads in flight.
 template <class Load, class Store>
 LLM_COMM_DEVICE void move_lines(const Team& team, uint32_t lines, Load load, Store store) {
   constexpr uint32_t kBatch = 4;
@@ -77,7 +77,7 @@ LLM_COMM_DEVICE void move_lines(const Team& team, uint32_t lines, Load load, Sto
   }
 }
 
-// Sums a chunk of so many lines: load(rank, line) is what a rank has of a line.
+// Reduces a chunk of `lines` lines. load(rank, line) returns a rank's contribution.
 template <DataType D, int World, class Load, class Store>
 LLM_COMM_DEVICE void sum_chunk(const Team& team, uint32_t lines, Load load, Store store) {
   constexpr uint32_t kBatch = World <= 2 ? 4 : World <= 4 ? 2 : 1;
@@ -97,10 +97,10 @@ LLM_COMM_DEVICE void sum_chunk(const Team& team, uint32_t lines, Load load, Stor
   }
 }
 
-// Blocks of a grid, each of which has a row of signals.
+// Maximum blocks of a grid: each needs a row of signal words.
 inline constexpr uint32_t kMaxChunkedBlocks = CommonSignals::kBlocks;
 
-// Those of `wanted`, in their order, that a grid may have: what is above `most` is cut to it, and nothing comes twice.
+// Values of `wanted` clamped to 1..most, without repeats, in order.
 inline std::vector<uint32_t> up_to(uint32_t most, std::initializer_list<uint32_t> wanted) {
   std::vector<uint32_t> found;
   for (uint32_t blocks : wanted) {
@@ -110,7 +110,8 @@ inline std::vector<uint32_t> up_to(uint32_t most, std::initializer_list<uint32_t
   return found;
 }
 
-// Algorithm says kTeams of its blocks, and part_lines(problem, units): the lines of the largest part of a launch of so many units.
+// Launch shape of chunked algorithms. Algorithm defines kTeams and part_lines(problem, units), the lines of the largest
+// shard of a launch of `units` units.
 template <class Algorithm>
 struct Chunked {
   static constexpr uint32_t kMaxDepth = 8;
@@ -118,15 +119,15 @@ struct Chunked {
       {{"blocks", 1, kMaxChunkedBlocks}, {"tile_lines", 1, 1u << 16}, {"depth", kMinHBDepth, kMaxDepth}}};
   static constexpr uint32_t kVariants = 1;
 
-  // Whose chunks a rank has buffers for, in each turn: those of the other ranks.
+  // Number of ranks whose chunks a rank buffers in each stage.
   static constexpr uint64_t senders(uint64_t world) { return world - 1; }
-  // What a grid takes of the staging memory, of which a hop has one half.
+  // Staging memory of a grid. Each hop uses one half.
   static constexpr uint64_t staging_bytes(const Tiling& tiling, uint64_t world) {
     return 2 * 2 * uint64_t{tiling.depth} * tiling.blocks * Algorithm::senders(world) * tiling.tile_lines *
            sizeof(Line);
   }
 
-  // Blocks keep their number, and their chunks shrink, where the staging memory is too small for both.
+  // If the staging memory is too small, chunks shrink and the number of blocks stays.
   static Tiling tile(const Problem& problem, const Choice& choice, const Limits& limits) {
     Tiling tiling{choice.blocks, choice.tile_lines, 1, choice.depth < kMinHBDepth ? kMinHBDepth : choice.depth,
                   problem.count};
@@ -159,7 +160,7 @@ struct Chunked {
     return {static_cast<uint32_t>(blocks), talkers + workers, static_cast<uint32_t>(sizeof(Line))};
   }
 
-  // Two lines a thread, in whole warps. Chunks of a few lines, which only tests have, take a few threads.
+  // Two lines per thread, in whole warps. Chunks of a few lines, which only tests have, get a few threads.
   static constexpr uint32_t team_threads(uint32_t chunk_lines) {
     if (chunk_lines < kWarpThreads) return chunk_lines < 8 ? chunk_lines : 8;
     const uint32_t threads = chunk_lines / 2 / kWarpThreads * kWarpThreads;

@@ -1,18 +1,24 @@
-// What algorithms share that read or write the tensors of peers themselves, which lie in the symmetric heap: nothing is staged.
+// Base of algorithms that read or write peers' tensors in symmetric memory directly, without staging.
 //
-// Three steps (hb_session.cuh). In step 0 a block tells the blocks of its number where this rank's tensors are, and that they may be
-// used: the grids before it have ended. In step 1 it knows that of all ranks, and does all its work. In step 2 it knows that all
-// have done theirs: nobody accesses this rank's tensors any more, and what they have stored is there. So one synchronization each
-// way is all that a message of any size takes.
+// Steps (hb_session.cuh):
+//   step 0  A block tells the blocks of its number the symmetric offsets of this rank's tensors. The tensors may be
+//           accessed: the earlier grids of the stream have ended.
+//   step 1  The block has the offsets of all ranks and does all its work.
+//   step 2  The block knows that all ranks have finished step 1: no peer accesses this rank's tensors any longer, and
+//           everything that peers stored is visible.
+// One synchronization each way is enough for a message of any size.
 //
-// Whether a tensor is in the heap is known to its rank alone, so a rank that has none says so rather than keep silent: then all
-// ranks end with an error that names it, and none waits. Where a rank's tensor lies, a peer has from that rank, not from its own.
+// Only its own rank knows whether a tensor is in symmetric memory. A rank without such a tensor sends kNoPlace instead
+// of keeping silent: all ranks then fail with an error that names it, and none waits. A peer takes the offset from the
+// rank that owns the tensor, never from its own tensor.
 //
-// The word goes by the first half of the staging memory, a line for each block and sender, which is read before the step that the
-// sender waits for at its end (H1). R1 of operation.cuh: a block waits for each peer. R2: it uses no slot.
+// The offsets travel through the first half of the staging memory, one line for each block and sender. They are read in
+// step 1, and the sender ends only after the reader has finished step 1 (H1). R1 of operation.cuh: a block waits for
+// each peer. R2: no slot is used.
 //
-// Which algorithm runs follows from the tensors, so ranks that pass different kinds run different ones, which must not meet.
-// The signals of these are DirectSignals, those of others lie elsewhere: each waits in vain.
+// The tensors determine which algorithm runs, so ranks with different kinds of tensors run different algorithms. Their
+// signals must not be confused. These algorithms use DirectSignals and others use other words, so each rank waits in
+// vain and the time-out reports the error.
 #pragma once
 
 #include "algorithms/chunked.cuh"
@@ -21,22 +27,24 @@
 namespace llm_comm::inline LLM_COMM_TARGET {
 
 inline constexpr uint32_t kMaxDirectThreads = 512;
-inline constexpr uint32_t kMaxDirectBlocks = DirectSignals::kBlocks;  // of a grid
-inline constexpr uint32_t kMaxPlaces = 2;                             // of tensors of a call: they go in one line
+inline constexpr uint32_t kMaxDirectBlocks = DirectSignals::kBlocks;  // maximum per grid
+inline constexpr uint32_t kMaxPlaces = 2;  // symmetric offsets of a call; they fit in one line
 
-// The phases, as errors number them.
+// Phases, as errors number them.
 inline constexpr uint32_t kReady = 0;
 inline constexpr uint32_t kDone = 1;
 
 inline constexpr const char* kWholeLines = "peers access whole lines: every part must have a multiple of 16 bytes";
 
-// What kernels of an operation are given for tensors that peers access, in the order of its buffers.
+// Kernel arguments of an operation plus the symmetric offsets of the tensors that peers access, in the order of its
+// buffers.
 template <class ArgsOfOperation>
 struct DirectArgs : ArgsOfOperation {
   uint64_t places[kMaxPlaces];
 };
 
-// An operation whose kernels take DirectArgs. It says in which bytes buffer i has to be in the heap: buffer_bytes(problem, i).
+// An operation whose kernels take DirectArgs. It defines buffer_bytes(problem, i): bytes of buffer i that must be in
+// symmetric memory.
 template <class Operation>
 struct DirectOperation : Operation {
   using Args = DirectArgs<typename Operation::Args>;
@@ -45,8 +53,8 @@ struct DirectOperation : Operation {
   }
 };
 
-// Ends the communicator if a rank has no place, or has another one than rank 0: all ranks name the same one. One thread, in or behind
-// the steps of the session.
+// Fails the communicator if a rank has no symmetric offset, or another one than rank 0. All ranks name the same rank.
+// Called by one thread, during or after the steps of the session.
 template <int World, class PlaceOf>
 LLM_COMM_DEVICE void fail_unless_at_one_place(const HBSession& session, uint32_t phase, PlaceOf place_of) {
   uint32_t missing = World;
@@ -64,7 +72,7 @@ LLM_COMM_DEVICE void fail_unless_at_one_place(const HBSession& session, uint32_t
   }
 }
 
-// `Tensors`: how many of each rank are accessed.
+// `Tensors`: number of tensors of each rank that peers access.
 template <int World, uint32_t Tensors>
 class DirectSession {
  public:
@@ -74,14 +82,15 @@ class DirectSession {
         shared_(shared_memory<Shared>()),
         session_(comm, kind, bytes, SignalRow::of<DirectSignals>(block), &shared_->incomplete) {}
 
-  // As of HBSession.
+  // As HBSession.
   template <class... Values>
   LLM_COMM_DEVICE void wait_for_grids_before(Values... precomputed) const {
     session_.wait_for_grids_before(precomputed...);
   }
   LLM_COMM_DEVICE void begin() { session_.begin(); }
 
-  // `places`: of this rank's tensors. `work()`: all of the block's, once address() is known. It may not run.
+  // Runs the three steps. `places`: symmetric offsets of this rank's tensors. `work()` does all work of the block once
+  // address() is valid. It is not called if a rank has no symmetric tensor.
   template <class Work>
   LLM_COMM_DEVICE void run(const uint64_t (&places)[kMaxPlaces], Work work) {
     const Line said = in_line(places);
@@ -94,8 +103,8 @@ class DirectSession {
         [](uint32_t step) { return step == 1 ? kReady : kDone; });
   }
 
-  // run() in two operations, for what stands between them in the stream (stream_copies.cuh). The first one fails if a rank has no such
-  // tensor, or has it elsewhere than the others.
+  // Entry barrier of stream copies (stream_copies.cuh): first half of run(), as an operation of its own. Fails if a
+  // rank has no symmetric tensor or has it at another offset.
   LLM_COMM_DEVICE void meet(const uint64_t (&places)[kMaxPlaces]) {
     static_assert(Tensors == 1);
     const Line said = in_line(places);
@@ -107,13 +116,14 @@ class DirectSession {
       });
     });
   }
-  // The second one.
+  // Exit barrier of stream copies: second half of run().
   LLM_COMM_DEVICE void part() {
     run_one_step(kDone, [](uint32_t) {});
   }
 
-  // For what stands between two rounds of copies: `work()` begins when the peers have begun this operation, which is when their copies
-  // of the first round have ended. With `WaitsForWork` this ends when the blocks of this number have done it on all ranks.
+  // Barrier between two rounds of copies. `work()` starts when the peers have begun this operation: their copies of the
+  // first round have then ended. With `WaitsForWork` it returns only after the blocks of this number have finished
+  // work() on all ranks.
   template <bool WaitsForWork, class Work>
   LLM_COMM_DEVICE void run_behind_copies(Work work) {
     session_.run_at_once(
@@ -124,17 +134,17 @@ class DirectSession {
         [](uint32_t step) { return step == 1 ? kScatter : kGather; });
   }
 
-  // In work(), for what goes by other words than the signals.
+  // For work() with words of its own besides the signals.
   template <class Poll>
   LLM_COMM_DEVICE bool wait_until(Poll poll, uint32_t peer, uint32_t phase) {
     return session_.wait_until(poll, peer, phase);
   }
   LLM_COMM_DEVICE uint64_t value_of(uint32_t step) const { return session_.value_of(step); }
 
-  // Of a rank's tensor, in work().
+  // Address of a rank's tensor, valid in work().
   LLM_COMM_DEVICE char* address(uint32_t tensor, uint32_t rank) const { return shared_->address[tensor][rank]; }
 
-  // The same, of a peer, as requests to the proxy name it.
+  // Symmetric offset of a peer's tensor, for requests to the proxy.
   LLM_COMM_DEVICE uint64_t place(uint32_t tensor, uint32_t peer) const {
     return place_in(load_line(word(comm_.rank, peer)), tensor);
   }
@@ -147,7 +157,7 @@ class DirectSession {
     char* address[Tensors][World];
   };
 
-  // Nothing is exchanged behind what is told in step 0 and learnt in step 1.
+  // A session without data steps: it only publishes in step 0 and reads in step 1.
   template <class Work>
   LLM_COMM_DEVICE void run_one_step(uint32_t phase, Work work) {
     session_.run_at_once(0, 1, work, [phase](uint32_t) { return phase; });
@@ -171,7 +181,7 @@ class DirectSession {
     if (peer < World && peer != comm_.rank) store_line(word(peer, comm_.rank), said);
   }
 
-  // False, on all threads, if a rank has no such tensors.
+  // Reads the offsets of all ranks. Returns false, on all threads, if a rank has no symmetric tensor.
   LLM_COMM_DEVICE bool learn(Line own) const {
     const uint32_t rank = thread_index();
     if (rank < World) {
@@ -202,7 +212,7 @@ class DirectSession {
   HBSession session_;
 };
 
-// Of blocks that walk over so many lines, in tiles.
+// Grid of blocks that walk over `lines` lines in tiles.
 inline Grid grid_over_lines(const Problem& problem, const Tiling& tiling, uint64_t lines, const Limits& limits) {
   if (lines >> 31 != 0) throw std::invalid_argument("a rank's share of the message must have fewer than 2^31 lines");
   const uint64_t tiles = divide_up(lines, uint64_t{tiling.tile_lines});
@@ -216,8 +226,8 @@ inline Grid grid_over_lines(const Problem& problem, const Tiling& tiling, uint64
           DirectSession<kMaxWorldSize, kMaxPlaces>::shared_bytes()};
 }
 
-// How a launch of such an algorithm is shaped. Algorithm says, of a problem,
-//   is_served(problem)      whether peers can access what they have to, and kServed, which: for errors
+// Launch shape of direct algorithms. Algorithm defines, for a problem,
+//   is_served(problem)      true if peers can access the tensors; kServed: the condition, for errors
 //   lines(problem)          lines that the blocks of a rank walk over
 template <class Algorithm>
 struct Direct {

@@ -1,6 +1,6 @@
-// The kernels of an algorithm by data type, world size and variant. They are compiled in translation units of their own, which
-// CMake makes from the lists of algorithms: for GPUs one for each algorithm, data type and half of the worlds, so that a build
-// uses all cores (all of an algorithm in one with LLM_COMM_SPLIT_KERNELS=OFF). Everybody else only asks for an address.
+// Look-up of an algorithm's kernels by data type, world size and variant. CMake generates translation units from the
+// lists of algorithms. For GPUs there is one for each algorithm, data type and parity of the world size, so that a
+// build uses all cores (with LLM_COMM_SPLIT_KERNELS=OFF one per algorithm). All other code only asks for addresses.
 #pragma once
 
 #include <utility>
@@ -17,7 +17,7 @@ using KernelOf = void (*)(typename Algorithm::Operation::Args);
 
 template <class Algorithm, DataType D, Worlds Half>
 struct Kernels {
-  // nullptr where there is no such kernel. Defined below for the translation unit that compiles it.
+  // Returns nullptr if there is no such kernel. Instantiated only in the translation unit that compiles the kernels.
   static KernelOf<Algorithm> find(uint32_t world, uint32_t variant);
 };
 
@@ -36,7 +36,7 @@ KernelOf<Algorithm> Kernels<Algorithm, D, Half>::find(uint32_t world, uint32_t v
   return found;
 }
 
-// The same where type and world are known at run time only.
+// Kernels::find() for a type and world size known only at run time.
 template <class Algorithm>
 KernelOf<Algorithm> find_kernel(DataType type, uint32_t world, uint32_t variant) {
   KernelOf<Algorithm> found = nullptr;

@@ -1,20 +1,22 @@
-// Bytes between partners on different nodes, by port channels whose proxy reaches a network (host/node_exchange.h): an all-to-all, of
-// which an all-gather is the case that all partners get the same. It is no algorithm of the registry: a hierarchical operation is
-// made of it, of algorithms in the node, and of sums.
+// All-to-all of bytes between partner ranks on different nodes, over port channels whose proxy reaches a network
+// (host/node_exchange.h). An all-gather is the case in which all partners get the same data. Not an algorithm of the
+// registry: hierarchical operations combine it with algorithms inside the node.
 //
-// What goes from one partner to another is cut in parts. A launch has a block for each of up to kMaxExchangeBlocks parts. The block
+// Data for a partner is cut into parts. A launch has one block for each of up to kMaxExchangeBlocks parts. A block
 //
-//   1. copies its part for each partner to memory that the proxy reaches (the outbox);
-//   2. asks the proxy to put it to the partner (into its inbox), and to signal;
-//   3. waits for the partner's signal, and copies what has come to the output.
+//   1. copies its part for each partner to memory that the proxy reaches (outbox);
+//   2. requests a put to the partner's inbox, and a signal;
+//   3. waits for the partner's signal and copies the received part to the output.
 //
-// Two partners take as many parts from each other as the longer of the two ways has, so both know which blocks take part; a part may
-// be empty. Block b and its likes count what they have swapped with each partner; this number is what a signal says, and its parity
-// says which half of outbox and inbox is used. The count lives in memory of the device or of the host, so graphs can be replayed.
+// Two partners exchange as many parts as the longer direction has, so both know which blocks take part; a part may be
+// empty. A block counts its exchanges with each partner. A signal carries this count, and its parity selects the half
+// of outbox and inbox. The count lives in memory, so graphs can be replayed.
 //
-// Why two halves are enough: a block sends its part n + 2 to a partner when it has ended part n + 1, so the partner has sent its own part
-// n + 1, so the grid has ended there in which the same block ended part n. So the inbox of n has been read, and, as the signal of n came
-// behind the data, the outbox of n as well.
+// Why two halves are enough:
+//   1. A block sends part n + 2 to a partner only after it has received part n + 1 from it.
+//   2. The partner sends part n + 1 in a later grid than part n. So its grid of part n has ended.
+//   3. The partner has therefore read its inbox of part n. The signal of part n followed the data, so the outbox of
+//      part n has been read too.
 #pragma once
 
 #include "llm_comm/port_channel.cuh"
@@ -22,19 +24,19 @@
 
 namespace llm_comm::inline LLM_COMM_TARGET {
 
-inline constexpr uint32_t kMaxExchangeBlocks = kUserPortSemaphores;  // each has a semaphore of a pair of ranks
+inline constexpr uint32_t kMaxExchangeBlocks = kUserPortSemaphores;  // each block uses one semaphore per pair of ranks
 inline constexpr uint32_t kMaxExchangeThreads = 512;
 
-// What a rank and a partner send each other.
+// Data that a rank and one partner send each other.
 struct ExchangePiece {
   uint64_t from;       // offset in the input
-  uint64_t bytes_out;  // 0 is allowed
+  uint64_t bytes_out;  // may be 0
   uint64_t to;         // offset in the output
   uint64_t bytes_in;
 };
 
-// Where things lie in the memory that partners put to. Before it lies the header of a workspace, of which this uses CommState, PortState
-// and the notes of suspicion.cuh; counts lie where HB sessions have their signals, of which there are none.
+// Layout of the memory that partners put to. It starts with the header of a workspace, of which CommState, PortState
+// and the fault reports are used. The exchange counts use the signal words, because no HB session runs here.
 struct ExchangeLayout {
   uint64_t part_bytes;  // a multiple of 16
   uint32_t ranks;
@@ -45,11 +47,11 @@ struct ExchangeLayout {
 };
 
 struct NodeExchangeArgs {
-  DeviceComm comm;  // of the partners: `workspace` of another rank is memory of this one, for notes that nobody reads
+  DeviceComm comm;  // workspace[other rank]: local memory for fault reports, which nobody reads
   ExchangeLayout layout;
   const char* input;
   char* output;
-  uint64_t first_part;  // of the launch
+  uint64_t first_part;  // first part of this launch
   ExchangePiece piece[kMaxWorldSize];
 };
 
@@ -92,7 +94,7 @@ class ExchangeBlock {
  private:
   enum Box : uint32_t { kOutbox, kInbox };
 
-  // By one thread.
+  // Called by one thread per partner.
   LLM_COMM_DEVICE bool swap(uint32_t partner) const {
     const DeviceComm& comm = args_.comm;
     const uint64_t number = count(partner) + 1;
@@ -103,8 +105,8 @@ class ExchangeBlock {
            channel.wait(block_index(), number);
   }
 
-  // Offset of a half of what goes from `sender` to `receiver`. Parts of neighbouring blocks are neighbours in both boxes, so that the
-  // proxy puts them as one.
+  // Offset of one half of the data from `sender` to `receiver`. Parts of adjacent blocks are adjacent in both boxes, so
+  // that the proxy can merge their puts.
   LLM_COMM_DEVICE uint64_t place(Box box, uint32_t receiver, uint32_t sender, uint64_t number) const {
     const uint32_t other = box == kInbox ? among_others(sender, receiver) : among_others(receiver, sender);
     const uint64_t half = box * 2 + number % 2;
@@ -112,13 +114,13 @@ class ExchangeBlock {
     return kHeaderBytes + slot * args_.layout.part_bytes;
   }
 
-  // Bytes of this block's part of a piece.
+  // Bytes of this block's part of a piece of `bytes` bytes.
   LLM_COMM_DEVICE uint64_t part_of(uint64_t bytes) const {
     if (bytes <= begin_) return 0;
     return bytes - begin_ < args_.layout.part_bytes ? bytes - begin_ : args_.layout.part_bytes;
   }
 
-  // The first part is always sent, so that nobody ends before its partners have begun.
+  // The first part is always exchanged, so that no rank ends before its partners have begun.
   LLM_COMM_DEVICE bool takes_part(uint32_t rank) const {
     const ExchangePiece& piece = args_.piece[rank];
     return begin_ == 0 || begin_ < piece.bytes_out || begin_ < piece.bytes_in;
@@ -145,7 +147,7 @@ class ExchangeBlock {
 
   const NodeExchangeArgs& args_;
   uint32_t* incomplete_;  // a word of shared memory
-  uint64_t begin_;        // of this block's part in each piece
+  uint64_t begin_;        // offset of this block's part in each piece
 };
 
 LLM_COMM_KERNEL(kMaxExchangeThreads) node_exchange(LLM_COMM_KERNEL_PARAM NodeExchangeArgs args) {

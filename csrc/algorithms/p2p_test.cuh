@@ -1,11 +1,12 @@
-// Writes a mark into the header of every peer's workspace: the proof that a mapping really carries stores.
+// Kernel that writes a mark into the header of every peer's workspace, to prove at set-up that the mappings carry
+// stores.
 #pragma once
 
 #include "llm_comm/operation.cuh"
 
 namespace llm_comm::inline LLM_COMM_TARGET {
 
-// First word of a mark; then sender, receiver, 0.
+// First word of a mark. The others are sender, receiver and 0.
 inline constexpr uint32_t kMarkWord = 0x70327000u;
 
 // One block of at least world_size threads.

@@ -1,5 +1,6 @@
-// One rank's part of a tensor of rows (parts.h) seen as 16-byte lines, whole ones where addresses are aligned, else element by
-// element. Lines count from where a launch begins in the part, and run on from row to row.
+// PartView: one rank's shard of a tensor of rows (parts.h) as 16-byte lines: whole lines where addresses are aligned,
+// else element by element. Lines count from the start of the launch's range and continue across rows. Used by
+// all-gather and reduce-scatter.
 #pragma once
 
 #include "algorithms/parts.h"
@@ -9,22 +10,22 @@
 
 namespace llm_comm::inline LLM_COMM_TARGET {
 
-// What a launch takes of every part, in elements.
+// Range of every shard that a launch processes, in elements.
 struct Range {
   uint64_t first;
   uint64_t count;
 
-  // As far as a part of so many elements has it.
+  // Elements of the range that a shard of `length` elements has.
   LLM_COMM_DEVICE uint64_t within(uint64_t length) const {
     return length <= first ? 0 : (length - first < count ? length - first : count);
   }
 };
 
-// Of a part, at least `least` lines are exchanged, so that a rank hears from every other one also where parts are empty (R1 of
-// operation.cuh).
+// At least `least` lines of a shard are exchanged, so that every rank receives something from every other one even if
+// shards are empty (R1 of operation.cuh).
 LLM_COMM_DEVICE uint32_t at_least(uint32_t least, uint32_t lines) { return lines > least ? lines : least; }
 
-// Of a part that is sent and one that is received.
+// Lines to exchange for a shard that is sent and one that is received.
 struct ExchangedLines {
   uint32_t sent;
   uint32_t received;
@@ -41,12 +42,12 @@ class PartView {
   using Storage = typename Element<D>::Storage;
   static constexpr uint32_t kPerLine = sizeof(Line) / sizeof(Storage);
 
-  LLM_COMM_DEVICE PartView() {}  // of nothing yet
+  LLM_COMM_DEVICE PartView() {}  // an empty view
 
-  // `row_elements`: from a row of the tensor to the next. Without any: the part lies by itself, without gaps.
+  // `row_elements`: elements of a row of the tensor. 0: the shard is a contiguous tensor of its own.
   LLM_COMM_DEVICE PartView(const void* tensor, const Part& part, uint64_t row_elements, const Range& range)
       : count_(range.within(part.length)) {
-    // A part without gaps is one row.
+    // A shard without gaps counts as one row.
     const bool has_gaps = row_elements != 0 && row_elements != part.size && part.length != part.size;
     size_ = has_gaps ? static_cast<uint32_t>(part.size) : 0;
     row_elements_ = row_elements;
@@ -64,7 +65,7 @@ class PartView {
 
   LLM_COMM_DEVICE uint32_t lines() const { return lines_of(count_); }
 
-  // Of a part without gaps: address of a line, and what there is of some lines.
+  // For a shard without gaps: address of a line, and bytes that exist of some lines.
   LLM_COMM_DEVICE const void* bytes_from(uint32_t line) const { return first_ + uint64_t{line} * kPerLine; }
   LLM_COMM_DEVICE uint64_t bytes_of_lines(uint32_t first, uint32_t lines) const {
     const uint64_t begin = uint64_t{first} * kPerLine;
@@ -72,7 +73,7 @@ class PartView {
     return bytes_of((end < count_ ? end : count_) - begin);
   }
 
-  // Changes with every address and bound that load() and store() use (for grid_dependency_wait_after).
+  // Depends on every address and bound that load() and store() use (for grid_dependency_wait_after).
   LLM_COMM_DEVICE uint64_t precomputed() const { return reinterpret_cast<uint64_t>(first_) + whole_lines_ + size_; }
 
   using Load = ViewLoad<PartView>;
@@ -80,7 +81,7 @@ class PartView {
   LLM_COMM_DEVICE bool is_whole_input(uint32_t line) const { return line < whole_lines_; }
   LLM_COMM_DEVICE const void* input_from(uint32_t line) const { return address(uint64_t{line} * kPerLine); }
 
-  // `Plain`: the launch is (parts_operation.h), so all lines are whole, and lie one behind the other.
+  // `Plain`: all lines of the launch are whole and contiguous (PartsArgs::is_plain).
   template <bool Plain = false>
   LLM_COMM_DEVICE Line load(uint32_t line) const {
     if constexpr (Plain) {
@@ -90,7 +91,7 @@ class PartView {
     }
   }
 
-  // With zeros for what is not there.
+  // Missing elements are zeros.
   LLM_COMM_DEVICE Line load_by_elements(uint32_t line) const { return load_elements(elements_of(line)); }
 
   template <bool Plain = false>
@@ -105,12 +106,12 @@ class PartView {
   }
 
  private:
-  // Of a line: where its elements lie, and how many there are of them.
+  // Location of the elements of one line.
   struct Elements {
-    Storage* row;  // without gaps: the first element
+    Storage* row;  // without gaps: the first element of the line
     uint64_t row_elements;
     uint32_t column;  // of the first element in its row
-    uint32_t size;    // of a row of a part with gaps, else 0
+    uint32_t size;    // of a row of a shard with gaps, else 0
     uint32_t count;
 
     LLM_COMM_DEVICE Storage* operator[](uint32_t i) const {
@@ -129,7 +130,7 @@ class PartView {
     return {tensor, row_elements_, begin_ + static_cast<uint32_t>(first), size_, count};
   }
 
-  // Called, for what is not aligned or less than a line. Inlined, they would lie in between, and be fetched for nothing.
+  // Slow path for unaligned or partial lines. Not inlined, so that its instructions stay out of the hot path.
   static LLM_COMM_DEVICE_CALL Line load_elements(Elements elements) {
     Line loaded{};
     for (uint32_t i = 0; i < elements.count; ++i) {
@@ -156,15 +157,15 @@ class PartView {
     return const_cast<Storage*>(first_) + row * row_elements_ + (place - row * size_);
   }
 
-  const Storage* first_;   // of the part, or of what the launch takes of it where it has no gaps
+  const Storage* first_;   // first element of the shard; without gaps: of the launch's range
   uint64_t row_elements_;  // of the tensor
   uint64_t count_;
-  uint32_t size_;         // of a row of a part with gaps, else 0
-  uint32_t begin_;        // element of such a part where the launch begins
-  uint32_t whole_lines_;  // that can be accessed whole
+  uint32_t size_;         // of a row of a shard with gaps, else 0
+  uint32_t begin_;        // with gaps: element of the shard where the launch begins
+  uint32_t whole_lines_;  // lines that can be accessed whole
 };
 
-// The parts of several ranks: what they hold together.
+// Combined values of several shards.
 template <DataType D, uint32_t N>
 LLM_COMM_DEVICE uint64_t precomputed(const PartView<D> (&parts)[N]) {
   uint64_t sum = 0;

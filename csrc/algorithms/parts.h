@@ -1,10 +1,10 @@
-// Operations on a tensor of rows of which each rank has a part: all-gather, which puts the parts together, and
-// reduce-scatter, which hands them out. Dimension 0 is one row, the last dimension many, one between them too: what stands
-// before the dimension is rows, what stands behind it makes the elements of a part longer.
+// Shards ("parts") of a tensor of rows, for operations in which each rank has one: all-gather concatenates them,
+// reduce-scatter distributes them. Any dimension fits: the dimensions before it make the rows, and those after it
+// lengthen each shard. For dimension 0 there is one row.
 //
-// Parameters of such an operation are the number of rows and, for each rank, the elements of its part of a row, which may be
-// 0. Problem::count is the elements of the largest part. Launches share out every part alike: each takes a range of as many
-// elements, of which short parts have fewer, or none.
+// Parameters of such an operation are the number of rows and, for each rank, the elements of its shard in a row, which
+// may be 0. Problem::count is the size of the largest shard. Every launch takes the same range of all shards; short
+// shards have fewer elements of it, or none.
 #pragma once
 
 #include "algorithms/algorithm.h"
@@ -21,11 +21,11 @@ constexpr OperationInfo with_parts(OperationInfo info) {
   return info;
 }
 
-// The part of one rank, in elements.
+// Shard of one rank, in elements.
 struct Part {
-  uint64_t first;   // in each row
-  uint64_t size;    // of each row
-  uint64_t length;  // of all rows
+  uint64_t first;   // offset in each row
+  uint64_t size;    // in each row
+  uint64_t length;  // in all rows
 };
 
 struct Parts {
@@ -44,10 +44,10 @@ inline Parts parts_of(const Problem& problem) {
   return parts;
 }
 
-// Throws std::invalid_argument for parameters that describe no parts, or that do not go with `count`.
+// Throws std::invalid_argument for parameters that describe no shards, or that contradict `count`.
 inline void check_parts(const Problem& problem) {
   const auto refuse = [](const std::string& why) { throw std::invalid_argument(why); };
-  // Beyond it a double no longer holds every integer; no memory is that large.
+  // A double holds every integer up to this one; no memory is larger.
   constexpr double kMost = static_cast<double>(uint64_t{1} << 48);
   for (int i = 0; i <= kFirstSize + static_cast<int>(problem.world) - 1; ++i) {
     const double value = problem.parameter[i];
@@ -67,7 +67,7 @@ inline void check_parts(const Problem& problem) {
     refuse("count is " + std::to_string(problem.count) + "; the largest part has " + std::to_string(longest) +
            " elements");
   }
-  // Kernels find the row of an element by a division of 32 bits.
+  // Kernels find the row of an element by a 32-bit division.
   if (parts.rows > 1 && longest >> 32 != 0) refuse("a part in rows must have fewer than 2^32 elements");
 }
 

@@ -1,4 +1,4 @@
-// What operations over parts (parts.h) share in their descriptors, and the parameters of their kernels.
+// Common descriptor and kernel arguments of all-gather and reduce-scatter (parts.h).
 #pragma once
 
 #include "algorithms/part_view.cuh"
@@ -13,10 +13,10 @@ struct PartsArgs {
   void* output;
   Parts parts;
   Range range;
-  uint32_t tile_lines;  // that one peer's threads of a block handle at a time: a power of two
+  uint32_t tile_lines;  // lines that one peer's threads of a block handle at a time: a power of two
   uint32_t tile_lines_log2;
-  uint32_t depth;  // of HB: steps that a block is ahead
-  // Every part has as much for the launch as the others, in whole lines, which lie one behind the other in both tensors.
+  uint32_t depth;  // HB: steps that a block is ahead
+  // All shards have the same size in this launch, in whole aligned lines, contiguous in both tensors.
   uint32_t is_plain;
 };
 
@@ -43,7 +43,7 @@ struct PartsOperation {
  private:
   static bool is_plain(const Problem& problem, const Args& args) {
     const uint64_t bytes = element_bytes(problem.type);
-    // Without rows, parts of the tensor lie one behind the other.
+    // With a single row, shards are adjacent in the tensor.
     const uint64_t row = args.parts.row_elements;
     uint64_t places = reinterpret_cast<uint64_t>(args.input) | reinterpret_cast<uint64_t>(args.output) |
                       args.range.first * bytes | args.range.count * bytes;

@@ -1,11 +1,11 @@
-// What operations have to return, computed one element at a time on the host: for tests.
+// Reference results of operations, computed element by element on the host. For tests.
 #pragma once
 
 #include "llm_comm/reduce.cuh"
 
 namespace llm_comm::inline LLM_COMM_TARGET {
 
-// The one sum (reduce.cuh) of one element, in bits; value(r) gives rank r's.
+// Sum of one element as reduce.cuh defines it, as bits; value(r) returns rank r's element.
 template <class Value>
 inline uint32_t sum_of_one(DataType type, uint32_t world, Value value) {
   const auto sum = [&]<DataType D>() -> uint32_t {
@@ -19,7 +19,7 @@ inline uint32_t sum_of_one(DataType type, uint32_t world, Value value) {
       return sum.template operator()<DataType::kBFloat16>();
     case DataType::kFloat16:
       return sum.template operator()<DataType::kFloat16>();
-    case DataType::kByte:  // has no sum
+    case DataType::kByte:  // bytes are not added
     case DataType::kFloat32:
       break;
   }

@@ -1,55 +1,55 @@
-// The pipeline of algorithms that stage, combine and collect a message chunk by chunk. In step t (hb_session.cuh)
+// StepPipeline: algorithms that send, combine and collect a message chunk by chunk, with one team (warp role) for each
+// of these. Used by push_hb, push_switch, one_shot_hb, two_shot_hb, two_shot_port and the ld_reduce algorithms of
+// all-reduce and reduce-scatter. In step t (hb_session.cuh)
 //
-//   team 0   stages chunk t of each part for the owner of the part, or stores chunk t of its own part to all
-//   team 1   combines chunk t - depth: it sums what all ranks have staged of its part, or takes what they have stored
-//   team 2   collects chunk t - 2 depth of the sums of the others: of algorithms with a second hop
+//   team 0   sends chunk t: of each shard to the shard's owner, or of its own shard to all ranks
+//   team 1   combines chunk t - depth: reduces the contributions to its shard, or copies what the ranks have sent
+//   team 2   collects chunk t - 2 * depth of the other ranks' sums; only in algorithms with a second hop
 //
-// `Buffers` is the transport: threads store to staging memory of peers and sum (ChunkBuffers), or the NVLink switch does
+// `Buffers` is the transport: threads store to peers' staging memory and add (ChunkBuffers), or the NVLink switch does
 // (optional/switch_chunks.cuh).
 //
-// Why a buffer may be written again, in the terms of hb_session.cuh:
-//
-//   Within an operation, a hop has 2 depth buffers in turn: chunk t overwrites chunk t - 2 depth, which was read `depth` steps
-//   before. Buffers of the second hop lag `depth` steps behind those of the first, on all ranks.
-//   H1: the first hop uses the first half. All of it has been read when a rank ends, since it waits for the step in which a peer reads
-//   the last chunk.
-//   H2: the second hop uses the second half, from step `depth` on.
-//
-// R1 of operation.cuh: a block waits for each peer. R2: it uses no slot.
+// Why a buffer may be reused (terms of hb_session.cuh):
+//   - Within an operation a hop has 2 * depth buffers. Chunk t overwrites chunk t - 2 * depth, which was read `depth`
+//     steps earlier. The second hop lags the first by `depth` steps on all ranks, so the same holds for it.
+//   - H1: the first hop uses the first half. A rank waits at its end for the step in which each peer reads the last
+//     chunk, so all of the first half has been read.
+//   - H2: the second hop uses the second half, starting with step `depth`.
+// R1 of operation.cuh: a block waits for each peer. R2: no slot is used.
 #pragma once
 
 #include "algorithms/chunked.cuh"
 
 namespace llm_comm::inline LLM_COMM_TARGET {
 
-// The halves of the staging memory, one for each hop.
+// Each hop uses one half of the staging memory.
 inline constexpr uint32_t kFirstHop = 0;
 inline constexpr uint32_t kSecondHop = 1;
 
-// Buffers for the chunks of all blocks, 2 depth in turn, in one half of each rank's staging memory: [turn][block][sender][line], for
-// each of the other ranks as sender.
+// Buffers for the chunks of all blocks in one half of each rank's staging memory: 2 * depth stages, used in turn.
+// Layout: [stage][block][sender][line], for each of the other ranks as sender.
 template <int World>
 class ChunkBuffers {
  public:
   LLM_COMM_DEVICE ChunkBuffers(const DeviceComm& comm, uint32_t block, uint32_t chunk_lines, uint32_t depth)
       : comm_(comm), block_(block), chunk_lines_(chunk_lines), turns_(2 * depth) {}
 
-  // Where chunk t of `sender` comes to on this rank.
+  // Buffer on this rank that receives chunk t of `sender`.
   LLM_COMM_DEVICE const Line* from(uint32_t hop, uint32_t t, uint32_t sender) const {
     return of(comm_.rank, hop, t, sender);
   }
 
-  // visit(owner, buffer) for each part that is staged in a buffer: chunk t of it.
+  // Calls visit(owner, buffer) for each shard whose chunk t is sent through a buffer.
   template <class Visit>
   LLM_COMM_DEVICE void for_each_staged(uint32_t t, Visit visit) const {
     LLM_COMM_UNROLL(1)
     for (uint32_t i = 1; i < World; ++i) {
-      const uint32_t to = (comm_.rank + i) % World;  // every rank begins with another one
+      const uint32_t to = (comm_.rank + i) % World;  // every rank starts with another peer
       visit(to, of(to, kFirstHop, t, comm_.rank));
     }
   }
 
-  // Sums chunk t of this rank's part: own(k) is what this rank has of line k, store(k, sum) takes the sum.
+  // Reduces chunk t of this rank's shard. own(k): this rank's contribution to line k. store(k, sum): takes the result.
   template <DataType D, class Own, class Store>
   LLM_COMM_DEVICE void sum(const Team& team, uint32_t lines, uint32_t t, Own own, Store store) const {
     sum_chunk<D, World>(
@@ -58,7 +58,7 @@ class ChunkBuffers {
         store);
   }
 
-  // Stores lines of this rank's chunk t to the buffers of all others.
+  // Stores lines of this rank's chunk t to the buffers of all peers.
   class ToOthers {
    public:
     LLM_COMM_DEVICE ToOthers(const ChunkBuffers& buffers, uint32_t hop, uint32_t t) {
@@ -75,11 +75,11 @@ class ChunkBuffers {
     Line* targets_[World];
   };
 
-  // By the threads that tell a step, before the signal.
+  // Called by the signal threads before they signal a step.
   LLM_COMM_DEVICE static void fence() {}
 
  private:
-  // What `sender` sends to `receiver` as its chunk t.
+  // Buffer on `receiver` for chunk t of `sender`.
   LLM_COMM_DEVICE Line* of(uint32_t receiver, uint32_t hop, uint32_t t, uint32_t sender) const {
     const uint64_t place =
         (uint64_t{t % turns_} * block_count() + block_) * (World - 1) + among_others(sender, receiver);
@@ -92,11 +92,11 @@ class ChunkBuffers {
   uint32_t turns_;
 };
 
-// As one block sees it. A part is a view that has lines(), load(line) and store(line, value).
+// The pipeline of one block. A part (shard) is a view with lines(), load(line) and store(line, value).
 template <DataType D, int World, class Buffers = ChunkBuffers<World>>
 class StepPipeline {
  public:
-  // `part_lines`: of the largest part.
+  // `part_lines`: lines of the largest shard.
   LLM_COMM_DEVICE StepPipeline(HBSession& session, const DeviceComm& comm, uint32_t block, uint32_t chunk_lines,
                                uint32_t depth, uint32_t part_lines)
       : session_(session),
@@ -107,12 +107,12 @@ class StepPipeline {
 
   LLM_COMM_DEVICE uint32_t chunks() const { return chunks_.count(); }
 
-  // All steps. Each job is that of one team: job(team, t) does its work on chunk t.
+  // Runs all steps. Each job belongs to one team: job(team, t) processes chunk t.
   template <class... Jobs>
   LLM_COMM_DEVICE void run(Jobs... jobs) const {
     run_and_tell(HBSession::NothingMore(), jobs...);
   }
-  // `ended`: as of HBSession::run().
+  // `ended`: as in HBSession::run().
   template <class Ended, class... Jobs>
   LLM_COMM_DEVICE void run_and_tell(Ended ended, Jobs... jobs) const {
     const auto work = [&](uint32_t step) {
@@ -120,7 +120,7 @@ class StepPipeline {
       uint32_t number = 0;
       const auto give = [&](const auto& job) {
         const uint32_t behind = number * depth_;
-        // The third team has as many steps as there are chunks.
+        // For the third team there are exactly as many steps as chunks, so it needs no upper bound.
         const bool has_chunk = step >= behind && (number == 2 || step - behind < chunks_.count());
         if (team.number == number++ && has_chunk) job(team, step - behind);
       };
@@ -130,7 +130,7 @@ class StepPipeline {
     session_.run(chunks_.count(), depth_, work, phase_of, ended, [](uint32_t) { Buffers::fence(); });
   }
 
-  // Stages chunk t of the parts that go to others. part_of(owner): what this rank has of a part.
+  // Sends chunk t of the shards of other owners. part_of(owner): view of this rank's contribution to a shard.
   template <class PartOf>
   LLM_COMM_DEVICE void stage(const Team& team, uint32_t t, PartOf part_of) const {
     buffers_.for_each_staged(t, [&](uint32_t owner, Line* staged) {
@@ -142,19 +142,19 @@ class StepPipeline {
     });
   }
 
-  // Sums chunk t of this rank's part, of which it has `own`, in `sums`.
+  // Reduces chunk t of this rank's shard into `sums`. `own`: this rank's contribution.
   template <class Own, class Sums>
   LLM_COMM_DEVICE void sum(const Team& team, uint32_t t, const Own& own, const Sums& sums) const {
     sum_with(team, t, own, sums, [](uint32_t, Line) {});
   }
-  // The same, with the sums stored to all others.
+  // sum(), with the sums also stored to all peers.
   template <class Own, class Sums>
   LLM_COMM_DEVICE void sum_for_all(const Team& team, uint32_t t, const Own& own, const Sums& sums) const {
     const typename Buffers::ToOthers others(buffers_, kSecondHop, t);
     sum_with(team, t, own, sums, [&](uint32_t k, Line sum) { others.store(k, sum); });
   }
 
-  // Stores chunk t of this rank's part to all others, and to where it belongs on this rank.
+  // Stores chunk t of this rank's shard to all peers, and to `target` on this rank.
   template <class Source, class Target>
   LLM_COMM_DEVICE void spread(const Team& team, uint32_t t, const Source& source, const Target& target) const {
     const typename Buffers::ToOthers others(buffers_, kFirstHop, t);
@@ -167,7 +167,7 @@ class StepPipeline {
         });
   }
 
-  // Takes chunk t of each other rank's part. part_of(owner): where it belongs.
+  // Copies chunk t of each other rank's shard to its destination, part_of(owner).
   template <class PartOf>
   LLM_COMM_DEVICE void collect(const Team& team, uint32_t hop, uint32_t t, PartOf part_of) const {
     LLM_COMM_UNROLL(1)

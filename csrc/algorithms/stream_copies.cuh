@@ -1,28 +1,30 @@
-// What algorithms share whose data is moved by copies that stand in the stream: CE, for copy engine. A launch of such an algorithm is
-// two grids, with the copies between them:
+// Base of algorithms whose data is moved by copies enqueued on the stream: CE, for copy engine. A launch consists of
+// two grids with copies between them:
 //
-//   meeting  one block. It tells the peers where this rank's tensor lies, and that it may be written: the grids before it have ended.
-//            It ends when it knows that of all peers
-//   copies   to the tensors of the peers and to this rank's own: by copy engines on a GPU, and small ones, or those of the GPU to
-//            itself, by the stores of a kernel beside them
-//   parting  one block. It tells the peers that this rank's copies have ended, and ends when theirs have: the tensor is whole
+//   entry barrier  (meeting) one block. Tells the peers the symmetric offset of this rank's tensor, and that it may be
+//                  written because the earlier grids have ended. Ends when it has heard the same from all peers
+//   copies         to the peers' tensors and to this rank's own. Copy engines do most of them. A kernel beside them
+//                  stores small copies and those within the GPU
+//   exit barrier   (parting) one block. Tells the peers that this rank's copies have ended. Ends when theirs have: the
+//                  tensor is complete
 //
-// Where a kernel works on what has come before it goes on, the copies are in pieces, in a stream beside that of the grids. There stand
-// the copies that come, of piece 0, of piece 1 and so on, and behind all of these the copies that go, in the same order. The grid of a
-// piece (piece_between_copies()) runs behind those of its copies that come, and before those that go. The link carries other pieces
-// meanwhile.
+// An algorithm whose kernel processes received data before it is sent on divides the copies into pieces, on a side
+// stream. The side stream first has the incoming copies of piece 0, 1, ..., then the outgoing copies in the same order.
+// The grid of a piece (piece_between_copies()) runs after its incoming copies and before its outgoing ones. The links
+// carry other pieces in the meantime.
 //
-// Each grid is an operation of its own. Nothing waits for a thread of the host while it runs, as copies of a proxy do
-// (docs/experiments/channels.md), and in a graph the copies are nodes.
+// Each grid is an operation of its own. Nothing waits for a host thread, unlike the copies of a proxy
+// (docs/experiments/channels.md). In a graph the copies are nodes.
 //
-// The host names where copies go when it enqueues them, which is before any peer has said where its tensor lies. So it must lie at
-// the same place of the symmetric heap on every rank, as symmetric memory of NCCL has it too. The meeting compares the places, and ends
-// the communicator, with an error on all ranks, where they differ. But no grid can take back what is enqueued behind it: after an error
-// there the copies are made nevertheless. They stay inside of the heap, whose tensors may then hold anything.
+// The host fixes the destinations when it enqueues the copies, before any peer has announced its offset. The tensor
+// must therefore have the same symmetric offset on every rank, as in NCCL's symmetric memory. The entry barrier
+// compares the offsets; if they differ, the communicator fails with an error on all ranks. A grid cannot cancel what is
+// enqueued after it, so the copies run even then. They stay inside the heap, whose tensors may then have any content.
 //
-// The places that meet_before_copies() tells go by the first half of the staging memory, as in direct.cuh. A rank may leave the
-// meeting while a peer still reads what it was told. But the grids behind it store nothing there, and the next one ends only when all
-// peers have left the meeting. So H1 of hb_session.cuh holds for all grids of a launch together, and nothing comes between them.
+// Why the offsets may be staged (H1 of hb_session.cuh). meet_before_copies() sends them through the first half of the
+// staging memory, as in direct.cuh. A rank may leave the entry barrier while a peer still reads the rank's offset. The
+// later grids of the launch store nothing there, and the next of them ends only after all peers have left the entry
+// barrier. So H1 holds for all grids of a launch together, and no other operation runs between them.
 #pragma once
 
 #include <algorithm>
@@ -34,21 +36,22 @@
 namespace llm_comm::inline LLM_COMM_TARGET {
 
 inline constexpr uint32_t kStreamCopyThreads = 32;
-inline constexpr uint32_t kMaxCopyPieces = 8;  // of a launch
+inline constexpr uint32_t kMaxCopyPieces = 8;  // maximum per launch
 
-// Which grid of a launch it is: kFirstPiece + i is the one between the copies of piece i.
+// Index of a grid in its launch. kFirstPiece + i: the grid between the copies of piece i.
 inline constexpr uint32_t kMeeting = 0;
 inline constexpr uint32_t kParting = 1;
 inline constexpr uint32_t kFirstPiece = 2;
 
-// So many bytes to the symmetric tensor of a rank, from a tensor of this rank, both counted from where the tensors begin.
+// Copy of `bytes` to the symmetric tensor of a rank, from a tensor of this rank. Offsets count from the start of each
+// tensor.
 struct StreamCopy {
   uint32_t rank;
-  uint32_t buffer;  // which of this rank's
+  uint32_t buffer;  // index of this rank's buffer
   uint64_t from;
   uint64_t to;
   uint64_t bytes;
-  bool is_stored = false;  // by a kernel beside the copy engines: of each call at most one copy to each rank
+  bool is_stored = false;  // a kernel beside the copy engines stores it; at most one such copy to each rank per call
 };
 
 template <class ArgsOfOperation>
@@ -56,21 +59,22 @@ struct StreamCopyArgs : DirectArgs<ArgsOfOperation> {
   uint32_t stage;
 };
 
-// Of the input, what all peers get alike, the head of it by stores.
+// Adds copies of the same range of the input to all peers. A kernel stores the head (copy_head.h).
 inline void add_copies_to_peers(std::vector<StreamCopy>& all, uint32_t world, uint32_t rank, uint64_t from, uint64_t to,
                                 uint64_t bytes) {
   const uint64_t lines = bytes / sizeof(Line);
   const uint64_t head = std::min<uint64_t>(lines / kPiecesPerHead, kMaxHeadLines / (world - 1)) * sizeof(Line);
   for (uint32_t i = 1; i < world; ++i) {
-    const uint32_t peer = (rank + i) % world;  // every rank begins with another one
+    const uint32_t peer = (rank + i) % world;  // every rank starts with another peer
     if (head < bytes) all.push_back({peer, 0, from + head, to + head, bytes - head});
     if (head != 0) all.push_back({peer, 0, from, to, head, true});
   }
 }
 
-// An operation whose kernels take StreamCopyArgs. Besides what DirectOperation wants it enqueues its launches:
-//   enqueue(args, problem, tiling, grid, launch, copies)   launch(grid) launches a grid with `args`, `copies` (host/heap_copies.h)
-//                                                          makes this rank's copies into buffer 1, the one symmetric tensor
+// An operation whose kernels take StreamCopyArgs. Besides the members for DirectOperation it defines
+//   enqueue(args, problem, tiling, grid, launch, copies)   enqueues a launch. launch(grid) launches a grid with `args`;
+//                                                          `copies` (host/heap_copies.h) makes this rank's copies into
+//                                                          buffer 1, the only symmetric tensor
 template <class Operation>
 struct StreamCopyOperation : DirectOperation<Operation> {
   using Args = StreamCopyArgs<typename Operation::Args>;
@@ -78,13 +82,13 @@ struct StreamCopyOperation : DirectOperation<Operation> {
     return {DirectOperation<Operation>::arguments(problem, tiling, grid), 0};
   }
 
-  // How many grids a launch has.
+  // Number of grids of a launch.
   static uint64_t grids(const Problem&, const Tiling&) { return kFirstPiece; }
 
   static Grid meeting() { return {1, kStreamCopyThreads, DirectSession<kMaxWorldSize, kMaxPlaces>::shared_bytes()}; }
 
  protected:
-  // Enqueues the meeting, `between()`, and the parting.
+  // Enqueues the entry barrier, then between(), then the exit barrier.
   template <class Launch, class Between>
   static void enqueue_around(Args& args, Launch launch, Between between) {
     Grid grid = meeting();
@@ -113,12 +117,12 @@ LLM_COMM_DEVICE void part_behind_copies(const Args& args, OperationKind kind, ui
   session.part();
 }
 
-// What a block does of the grid of a piece: it works on what has come, before it goes on.
+// A block of the grid of a piece: processes the received data of the piece before it is sent on.
 //
-// A rank's grid begins when its own copies of the piece have come to its peers. That those of the peers have come to this rank, a block
-// hears from the blocks of its number there, and then it works. Where `IsReadByAll`, the copies that go from here may overwrite what
-// blocks of a peer read. There a block ends when those of its number have done their work: so when a rank's grid has ended, all blocks
-// of all ranks have done theirs.
+// A rank's grid starts when its own copies of the piece have reached the peers. A block learns from the blocks of its
+// number that the peers' copies have reached this rank; then it works. With `IsReadByAll` the outgoing copies may
+// overwrite data that blocks of a peer read. A block then ends only after the blocks of its number have finished their
+// work. So when a rank's grid has ended, all blocks of all ranks have finished.
 template <int World, bool IsReadByAll, class Args, class Work>
 LLM_COMM_DEVICE void piece_between_copies(const Args& args, OperationKind kind, uint64_t bytes, uint32_t block,
                                           uint64_t precomputed, Work work) {
@@ -128,7 +132,7 @@ LLM_COMM_DEVICE void piece_between_copies(const Args& args, OperationKind kind, 
   session.template run_behind_copies<IsReadByAll>(work);
 }
 
-// Nothing is left to tune.
+// Base of descriptors without tuning parameters.
 struct ByStreamCopies {
   static constexpr Tunables kTunables{};
   static constexpr uint32_t kVariants = 1;

@@ -1,20 +1,20 @@
-// How a launch of an LL algorithm over parts (parts.h) is shaped.
+// Launch shape of LL algorithms over shards (parts.h): one-shot all-gather and reduce-scatter.
 #pragma once
 
 #include "algorithms/parts_operation.h"
 
 namespace llm_comm::inline LLM_COMM_TARGET {
 
-// Up to how many ranks a block has a thread for each line of a tile, which exchanges it with all peers. Above, it has one for each
-// line and rank (docs/experiments/pair.md).
+// Largest world size at which a block has one thread per line of a tile, which exchanges the line with all peers.
+// Larger worlds use one thread per line and rank (docs/experiments/pair.md).
 inline constexpr int kMaxWorldByLines = 4;
 
-// Of a block. With 1024 a thread has 64 registers, and gathers spill.
+// Maximum threads of a block. With 1024 a thread has 64 registers and the all-gather spills.
 inline constexpr uint32_t kMaxPartThreads = kMaxBlockThreads / 2;
 
-// Algorithm says, of a launch whose largest part has `lines` lines among `world` ranks:
-//   slot_bytes(lines, world)           what it takes of a slot
-//   shared_lines(tile_lines, world)    what a block keeps in shared memory
+// Algorithm defines, for a launch whose largest shard has `lines` lines among `world` ranks:
+//   slot_bytes(lines, world)           bytes of a slot
+//   shared_lines(tile_lines, world)    shared memory of a block, in lines
 template <class Algorithm>
 struct TiledParts {
   static constexpr Tunables kTunables{{{"blocks", 1, kArrivalsPerOperation - 1}, {"tile_lines", 1, 1u << 16, true}}};
@@ -30,7 +30,7 @@ struct TiledParts {
         most_units(limits.slot_bytes, [&](uint64_t lines) { return Algorithm::slot_bytes(lines, problem.world); });
     const uint64_t lines = divide_up(problem.bytes(), sizeof(Line));
     uint64_t launch_lines = most_lines;
-    // Launches of one message are as long as each other, but for the rounding to whole tiles.
+    // Launches of one message have equal lengths, up to rounding to whole tiles.
     if (lines > most_lines && most_lines > 0) {
       launch_lines = divide_up(lines, divide_up(lines, most_lines) * tile_lines) * tile_lines;
       if (launch_lines > most_lines) launch_lines = most_lines;
@@ -63,7 +63,7 @@ struct TiledParts {
   }
 
   static std::vector<Choice> candidates(const Problem& problem, const Limits& limits) {
-    constexpr uint64_t kMaxRounds = 32;  // of tiles that a block walks over
+    constexpr uint64_t kMaxRounds = 32;  // tiles that a block walks over
     std::vector<Choice> found;
     const uint64_t lines = divide_up(problem.bytes(), sizeof(Line));
     for (uint32_t tile_lines = 8; tile_lines <= 256 && tile_lines * threads_of_line(problem.world) <= kMaxPartThreads;
@@ -71,7 +71,7 @@ struct TiledParts {
       const uint64_t tiles = divide_up(lines, uint64_t{tile_lines});
       for (uint32_t waves = 1; waves <= 8; waves *= 2) {
         const uint32_t blocks = waves * limits.multiprocessors();
-        if (waves > 1 && tiles <= blocks / 2) break;  // the grid would be the same
+        if (waves > 1 && tiles <= blocks / 2) break;  // would be the same grid
         if (divide_up(tiles, uint64_t{blocks}) <= kMaxRounds)
           found.push_back({.blocks = blocks, .tile_lines = tile_lines});
       }

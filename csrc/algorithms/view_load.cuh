@@ -1,21 +1,21 @@
-// The first load of a kernel, in two steps: what else is to be loaded can be on its way meanwhile.
+// ViewLoad: the first load of a kernel in two steps, so that other loads can be in flight at the same time.
 #pragma once
 
 #include "llm_comm/line.cuh"
 
 namespace llm_comm::inline LLM_COMM_TARGET {
 
-// A line of a View (message.cuh, part_view.cuh), which has
-//   is_whole_input(line)     whether the line can be loaded whole
+// Load of a line of a View (message.cuh, part_view.cuh), which has
+//   is_whole_input(line)     true if the line can be loaded whole
 //   input_from(line)         its address
-//   load_by_elements(line)   what there is of it, the slow way
+//   load_by_elements(line)   the slow path for partial or unaligned lines
 //
-// Construct it before grid_dependency_wait(). The first step is made without a condition, of `spare` memory where no whole line is
-// wanted: branches would come before it.
+// Construct it before grid_dependency_wait(). begin() loads unconditionally, from `spare` memory if no whole line is
+// wanted: a condition would cost a branch in front of the load.
 template <class View>
 class ViewLoad {
  public:
-  LLM_COMM_DEVICE ViewLoad() {}  // of nothing yet
+  LLM_COMM_DEVICE ViewLoad() {}  // an empty load
 
   LLM_COMM_DEVICE ViewLoad(const View& view, uint32_t line, bool is_wanted, const void* spare)
       : view_(&view),
@@ -27,7 +27,7 @@ class ViewLoad {
 
   LLM_COMM_DEVICE void begin() { value_ = load_line(address_); }
 
-  // The line; unspecified unless wanted.
+  // Returns the line; unspecified unless wanted.
   LLM_COMM_DEVICE Line end() const { return is_later_ ? view_->load_by_elements(line_) : value_; }
 
  private:

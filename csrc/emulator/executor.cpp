@@ -15,8 +15,8 @@ namespace llm_comm::inline LLM_COMM_TARGET::emulator {
 
 namespace {
 
-// Rounds in which every thread only polled before the process sleeps rather than yields. Ranks share few
-// CPUs: spinning would keep the rank that is waited for from running.
+// Rounds of failed polls after which the process sleeps instead of yielding. Ranks share few CPUs: spinning would keep
+// the rank that is waited for from running.
 constexpr int kYieldRounds = 16;
 
 void let_others_run(int fruitless_rounds) {
@@ -28,7 +28,7 @@ void let_others_run(int fruitless_rounds) {
   }
 }
 
-// Of the executor whose threads this OS thread runs.
+// Random generator of the executor that runs on this OS thread.
 thread_local std::minstd_rand* drawing = nullptr;
 
 }  // namespace
@@ -38,7 +38,7 @@ uint32_t draw_below(uint32_t bound) { return static_cast<uint32_t>((*drawing)())
 struct Executor::Block {
   std::vector<std::unique_ptr<GpuThread>> threads;
   std::vector<Warp> warps;
-  std::vector<Line> shared;  // of Line, for the alignment
+  std::vector<Line> shared;  // Line for the alignment
   uint32_t ended = 0;
   uint32_t at_barrier = 0;
 };
@@ -46,7 +46,7 @@ struct Executor::Block {
 struct Executor::Cluster {
   std::vector<std::unique_ptr<Block>> blocks;
   std::vector<void*> shared;  // of each block
-  uint32_t barriers = 0;      // passed
+  uint32_t barriers = 0;      // number of barriers passed
 };
 
 Executor::Executor(uint32_t seed) : random_(seed + 1) {}
@@ -133,7 +133,7 @@ bool Executor::advance(Cluster& cluster) {
   return progress;
 }
 
-// One turn for every thread of the block that can run. Returns whether any did more than a poll that failed.
+// Gives every runnable thread of the block one turn. Returns true if any thread did more than a failed poll.
 bool Executor::advance(Cluster& cluster, Block& block) {
   bool progress = false;
   for (auto& thread : block.threads) {

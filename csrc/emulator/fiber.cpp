@@ -1,5 +1,5 @@
-// Under _FORTIFY_SOURCE, which some distributions turn on by default, glibc's longjmp takes a jump to another stack for a corrupted
-// frame and ends the process. No option of the command line is sure to turn that off: Ubuntu's gcc defines it by itself.
+// _FORTIFY_SOURCE, a default of some distributions, makes glibc's longjmp abort on a jump to another stack. A
+// command-line option cannot reliably turn it off, because Ubuntu's gcc defines it internally.
 #undef _FORTIFY_SOURCE
 
 #include "emulator/fiber.h"
@@ -10,11 +10,11 @@
 
 namespace llm_comm::inline LLM_COMM_TARGET::emulator {
 
-// makecontext builds the stack; from then on _setjmp/_longjmp switch, because swapcontext makes a system call
-// to save the signal mask at every switch.
+// makecontext creates the stack; afterwards _setjmp/_longjmp switch. swapcontext would make a system call at every
+// switch to save the signal mask.
 //
-// The sanitizers are told of every switch: AddressSanitizer follows stacks, ThreadSanitizer who runs. Each sees a fiber
-// as a thread of its own.
+// The sanitizers are notified of every switch: AddressSanitizer of the stacks, ThreadSanitizer of the fiber. Each
+// treats a fiber as a thread.
 
 #if defined(__SANITIZE_ADDRESS__)
 
@@ -56,7 +56,7 @@ bool Fiber::resume() {
     start_.uc_stack.ss_sp = stack_.get();
     start_.uc_stack.ss_size = kStackBytes;
     start_.uc_link = nullptr;
-    const auto address = reinterpret_cast<uintptr_t>(this);  // makecontext passes only ints
+    const auto address = reinterpret_cast<uintptr_t>(this);  // makecontext passes ints only
     makecontext(&start_, reinterpret_cast<void (*)()>(&Fiber::entry), 2, static_cast<unsigned>(address),
                 static_cast<unsigned>(static_cast<uint64_t>(address) >> 32));
     setcontext(&start_);

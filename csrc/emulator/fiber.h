@@ -1,4 +1,4 @@
-// A stack of its own for each GPU thread of the emulator, switched without a system call.
+// Fiber: the stack of a GPU thread of the emulator, switched without a system call.
 #pragma once
 
 #include <setjmp.h>
@@ -18,7 +18,7 @@
 
 namespace llm_comm::inline LLM_COMM_TARGET::emulator {
 
-// What the sanitizers have to be told when stacks are switched; nothing in other builds.
+// Notifies the sanitizers of stack switches; does nothing in other builds.
 class SanitizedFiber {
 #if defined(__SANITIZE_ADDRESS__) || defined(__SANITIZE_THREAD__)
  public:
@@ -51,7 +51,7 @@ class SanitizedFiber {
 #endif
 };
 
-// Runs one job at a time; when a job ends the fiber can take the next, so stacks are made once.
+// Runs one job at a time and can be reused, so that stacks are allocated once.
 class Fiber {
  public:
   static constexpr size_t kStackBytes = 64 * 1024;
@@ -60,11 +60,11 @@ class Fiber {
   Fiber(const Fiber&) = delete;
   Fiber& operator=(const Fiber&) = delete;
 
-  // Gives the fiber a job. It must not have one.
+  // Assigns a job to an idle fiber.
   void assign(std::function<void()> job);
   // Runs the job until it suspends or ends. Returns true when it has ended.
   bool resume();
-  // Called by the job: goes back to resume().
+  // Called by the job: returns to resume().
   void suspend();
 
  private:

@@ -1,4 +1,4 @@
-// A GPU thread of either driver: a fiber, what it knows of itself, and where it waits for others.
+// GpuThread: a GPU thread of either driver: its fiber, its identity, and the barrier at which it waits.
 #pragma once
 
 #include <array>
@@ -11,13 +11,13 @@ namespace llm_comm::inline LLM_COMM_TARGET::emulator {
 enum class ThreadState { kRunning, kAtWarpBarrier, kAtBlockBarrier, kAtClusterBarrier, kAwaitingGrids, kEnded };
 
 struct Warp {
-  std::array<float, kWarpThreads> exchanged[2];  // in turn: one is written while slow threads still read the other
+  std::array<float, kWarpThreads> exchanged[2];  // alternating: one is written while slow threads still read the other
   uint32_t threads = 0;
   uint32_t ended = 0;
   uint32_t at_barrier = 0;
   uint32_t exchanges = 0;
 
-  // Whether all its threads have come to the barrier. If so, it is over.
+  // If all unfinished threads are at the barrier, releases it and returns true.
   bool passes_barrier();
 };
 
@@ -26,22 +26,22 @@ struct GpuThread {
   ThreadContext context;
   ThreadState state = ThreadState::kEnded;
   Warp* warp;
-  bool found_nothing = false;         // it gave way after a poll that failed
-  bool at_cluster_barrier;            // it has arrived there, and may go on until it waits
-  const uint32_t* cluster_barriers;   // that its cluster has passed
-  uint32_t cluster_barriers_arrived;  // how many it had passed when this thread arrived
+  bool found_nothing = false;         // it yielded after a failed poll
+  bool at_cluster_barrier;            // it has arrived at the barrier and runs until it waits
+  const uint32_t* cluster_barriers;   // number of barriers that its cluster has passed
+  uint32_t cluster_barriers_arrived;  // value of that counter when this thread arrived
 
-  // Gives it a job. `cluster_barriers` is what its cluster counts.
+  // Assigns a job. `cluster_barriers`: the cluster's counter of passed barriers.
   void start(const ThreadContext& own, Warp& of_warp, const uint32_t& cluster_barriers, std::function<void()> job);
-  // Runs it until it gives way. `state` and `found_nothing` say why it did. The warp counts it.
+  // Runs the thread until it yields. `state` and `found_nothing` say why it did. Updates the warp's counters.
   void resume();
-  // Gives way. Called by the thread itself.
+  // Yields. Called by the thread itself.
   void suspend_as(ThreadState reason);
 
   bool has_arrived_at_cluster_barrier() const { return at_cluster_barrier || state == ThreadState::kEnded; }
 };
 
-// The one that this OS thread is executing; nullptr outside of resume().
+// Thread that this OS thread is executing; nullptr outside resume().
 GpuThread* running_thread();
 
 }  // namespace llm_comm::inline LLM_COMM_TARGET::emulator

@@ -1,5 +1,5 @@
-// A kernel that a program loads from a shared library: its parameters come as addresses, as cuLaunchKernel takes them. Python's
-// llm_comm.emulated compiles such libraries.
+// Exports a kernel from a shared library. Its parameters are passed as addresses, as for cuLaunchKernel. Python's
+// llm_comm.emulated compiles such libraries; host/loaded_kernel.h loads them.
 #pragma once
 
 #include <cstdint>
@@ -11,7 +11,7 @@
 
 namespace llm_comm::inline LLM_COMM_TARGET::emulator {
 
-// Bytes of a kernel's parameters, as many as there are and at most `most` of them. Returns how many there are.
+// Writes the sizes of a kernel's parameters, at most `most` of them. Returns the number of parameters.
 template <class... Parameters>
 uint32_t parameters_of(void (*)(Parameters...), uint32_t* bytes, uint32_t most) {
   uint32_t count = 0;
@@ -19,8 +19,8 @@ uint32_t parameters_of(void (*)(Parameters...), uint32_t* bytes, uint32_t most) 
   return count;
 }
 
-// Runs the grid on an emulated GPU of the calling thread, and returns when it has ended. False, with the reason in `error`, for a
-// grid that no GPU takes.
+// Runs a grid on an emulated GPU of the calling thread and returns when it has ended. Returns false, with the reason in
+// `error`, for an invalid grid.
 template <class... Parameters>
 bool launch_loaded(void (*kernel)(Parameters...), const LaunchConfig& config,
                    [[maybe_unused]] const void* const* values, char* error, size_t error_bytes) {
@@ -38,7 +38,7 @@ bool launch_loaded(void (*kernel)(Parameters...), const LaunchConfig& config,
 
 }  // namespace llm_comm::inline LLM_COMM_TARGET::emulator
 
-// What a library offers of its one kernel.
+// Functions that a library with one kernel exports.
 #define LLM_COMM_LOADED_KERNEL(name)                                                                                   \
   extern "C" uint32_t llm_comm_parameters(uint32_t* bytes, uint32_t most) {                                            \
     return llm_comm::emulator::parameters_of(&name, bytes, most);                                                      \

@@ -1,4 +1,4 @@
-// From a call of an algorithm to its kernels and grids on this device.
+// Prepares a call of an algorithm for this device: finds its kernels and computes its grids. Used by CoreImpl.
 #pragma once
 
 #include <cstring>
@@ -12,7 +12,7 @@
 
 namespace llm_comm::host {
 
-// Blocks of the largest cluster that every algorithm's kernel can have here. 1: the device has no clusters.
+// Largest cluster, in blocks, that every algorithm's kernel can run with on this device. 1: the device has no clusters.
 template <class Launcher>
 uint32_t most_cluster_blocks(Launcher& launcher, uint32_t world_size) {
   uint32_t most = launcher.max_cluster_blocks();
@@ -20,7 +20,7 @@ uint32_t most_cluster_blocks(Launcher& launcher, uint32_t world_size) {
     if constexpr (requires { Algorithm::widest_cluster(); }) {
       Grid grid = Algorithm::widest_cluster();
       const auto kernel = find_kernel<Algorithm>(types_of<Algorithm>().front(), world_size, grid.variant);
-      if (kernel == nullptr) {  // a world of one
+      if (kernel == nullptr) {  // world size 1 has no kernels
         most = 1;
         return;
       }
@@ -34,7 +34,7 @@ uint32_t most_cluster_blocks(Launcher& launcher, uint32_t world_size) {
   return most;
 }
 
-// Loads an algorithm's kernels for a world, of all data types.
+// Loads an algorithm's kernels of all data types for a world size.
 template <class Algorithm, class Launcher>
 void load_kernels(Launcher& launcher, uint32_t world_size) {
   for (const DataType type : types_of<Algorithm>()) {
@@ -44,7 +44,7 @@ void load_kernels(Launcher& launcher, uint32_t world_size) {
   }
 }
 
-// The kernel of a grid, which learns how it takes its blocks.
+// Returns the kernel for a grid. Sets grid.takes_tickets if not all blocks run at once (P2 of operation.cuh).
 template <class Algorithm, class Launcher>
 auto function_of(Launcher& launcher, const Problem& problem, Grid& grid) {
   const auto function = launcher.function(find_kernel<Algorithm>(problem.type, problem.world, grid.variant));
@@ -58,8 +58,8 @@ auto function_of(Launcher& launcher, const Problem& problem, Grid& grid) {
   return function;
 }
 
-// `comm`: with the ranks' workspaces. Throws std::invalid_argument for a call, or a tiling of it, that the workspace or the
-// device does not take.
+// `comm` holds the addresses of the ranks' workspaces. Throws std::invalid_argument if the workspace or the device does
+// not support the call or its tiling.
 template <class Algorithm, class Launcher>
 std::unique_ptr<PreparedCall> prepare_algorithm(LaunchQueue<Launcher>& queue, Launcher& launcher,
                                                 const Segments& segments, const DeviceComm& comm,

@@ -1,4 +1,5 @@
-// Memory of this process alone.
+// Zeroed memory of one process: request rings and mailboxes. Emulated devices use it as it is; CUDA devices register it
+// (cuda/registered_memory.h).
 #pragma once
 
 #include <sys/mman.h>
@@ -9,7 +10,7 @@
 
 namespace llm_comm::host {
 
-// Zeros; pages take memory that are written.
+// Pages use physical memory only after they are written.
 class AnonymousMemory final : public RingMemory {
  public:
   explicit AnonymousMemory(uint64_t bytes) : bytes_(bytes) {

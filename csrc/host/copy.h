@@ -1,4 +1,4 @@
-// A copy that stands in a stream, between the grids of a call.
+// A copy enqueued on a stream between the kernels of a call. Algorithms produce it, launchers execute it.
 #pragma once
 
 #include <cstdint>
@@ -9,7 +9,7 @@ struct Copy {
   char* to;
   const char* from;
   uint64_t bytes;
-  bool is_stored;  // by a kernel, beside the copy engines, which do the others (StreamCopy)
+  bool is_stored;  // a kernel copies it, beside the copy engines, which do the others (StreamCopy)
 };
 
 }  // namespace llm_comm::host

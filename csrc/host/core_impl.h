@@ -1,4 +1,5 @@
-// What a Core does alike on every target. Compiled once per target (LLM_COMM_TARGET), with its memory and its launcher.
+// CoreImpl: the part of a Core that is the same on every target. Compiled once per target (LLM_COMM_TARGET) with the
+// target's memory and launcher (target.h).
 #pragma once
 
 #include <algorithm>
@@ -63,7 +64,8 @@ class CoreImpl final : public Core {
   CoreImpl(const CoreImpl&) = delete;
   CoreImpl& operator=(const CoreImpl&) = delete;
 
-  // Kernels that run, and graphs, hold addresses of the workspaces and of the heap: those are freed only where neither is left.
+  // Running kernels and graphs hold addresses of the workspaces and of the heap, so these are freed only if neither
+  // remains.
   ~CoreImpl() override {
     if (comm_.workspace[options_.rank] == nullptr) return;
     const bool has_ended = launcher_.wait_for_last_call();
@@ -133,9 +135,9 @@ class CoreImpl final : public Core {
     memory_.drop_multicast();
   }
 
-  // What a kernel outside of the core needs to take part in the communicator's operations.
+  // For kernels outside the core that take part in the communicator's operations.
   const DeviceComm& device_comm() const { return comm_; }
-  // Before the first kernel that asks anything of port channels is launched.
+  // Starts the proxy. Call it before the first kernel that uses port channels is launched.
   void start_ports() {
     PortOwner owner{{}, workspace_bytes(), comm_.rank, comm_.world_size, nullptr, nullptr};
     std::copy(std::begin(comm_.workspace), std::end(comm_.workspace), owner.workspace);
@@ -274,7 +276,8 @@ class CoreImpl final : public Core {
       const auto other = own_header_.order_of(comm_.workspace[peer]);
       if (other && own->differs_from(*other)) report("order", peer);
     }
-    // An operation that a failure has cut short may not have counted itself.
+    // An operation that a failure interrupted may not have counted itself, so it must not be reported as an order
+    // error.
     if (!found || has_failed(*comm_.mailbox)) return;
     {
       const std::lock_guard<std::mutex> lock(order_mutex_);
@@ -335,14 +338,14 @@ class CoreImpl final : public Core {
     }
   }
 
-  // Tells the kernels where a segment lies.
+  // Writes the addresses of a registered window to the workspace, where kernels read them.
   void write_segment(uint32_t segment) {
     const Segments::Addresses addresses = segments_.addresses(segment);
     memory_.write(memory_.local() + kHeapOffset + segment * sizeof(addresses), &addresses, sizeof(addresses));
   }
 
-  // A peer may still reduce in the switch from this rank's memory, which must stay bound until it has ended what this rank has.
-  // Not where anything has failed, nor for longer than any wait may take.
+  // A peer may still reduce from this rank's memory in the switch, so the memory must stay bound until every peer has
+  // finished as many operations as this rank. Bounded by the time-out; skipped after a failure.
   void wait_for_peers_in_switch() {
     if (comm_.multicast == nullptr) return;
     const auto own = operations_ended();
@@ -369,8 +372,8 @@ class CoreImpl final : public Core {
   Programs<Launcher> programs_;
   OwnHeader<Memory> own_header_;
   mutable std::mutex order_mutex_;
-  std::optional<OperationError> order_error_;  // under the lock
-  bool had_ports_ = false;                     // the proxy runs again when it is restored
+  std::optional<OperationError> order_error_;  // guarded by order_mutex_
+  bool had_ports_ = false;                     // start the proxy again in end_release()
   DeviceComm comm_{};
 };
 

@@ -1,4 +1,4 @@
-// Calls that are counted as they are enqueued.
+// Prepared calls with statistics. The Python bindings run their calls through CountedCall.
 #pragma once
 
 #include <atomic>
@@ -10,21 +10,21 @@
 
 namespace llm_comm::host {
 
-// How many calls of one kind there were, and the bytes of their messages. Any thread adds and reads.
+// Number of calls of one kind, and bytes of their messages. Thread-safe.
 struct Tally {
   std::atomic<uint64_t> calls = 0;
   std::atomic<uint64_t> bytes = 0;
-  // That graphs have captured, however often they are launched.
+  // Calls captured by graphs, counted once each, however often the graph is launched.
   std::atomic<uint64_t> captured_calls = 0;
   std::atomic<uint64_t> captured_bytes = 0;
 };
 
-// Counts calls of messages of so many bytes.
+// Counts calls whose messages have `bytes` bytes.
 struct Counter {
   std::shared_ptr<Tally> tally;
   uint64_t bytes;
 
-  // Nothing that has failed.
+  // Does not count failed calls.
   void add(Outcome outcome) const {
     if (outcome == Outcome::kFailed) return;
     const bool is_captured = outcome == Outcome::kCaptured;
@@ -33,14 +33,14 @@ struct Counter {
   }
 };
 
-// A prepared call whose runs are counted where there is a counter.
+// A prepared call whose runs are counted if there is a counter.
 struct CountedCall {
   std::unique_ptr<PreparedCall> call;
   std::optional<Counter> counter = std::nullopt;
-  // Runs in place of `call` where it takes the buffers, and counts its own runs.
+  // Alternative without a copy to the workspace. Runs instead of `call` if it accepts the buffers; counts its own runs.
   std::unique_ptr<CountedCall> direct = nullptr;
 
-  // As PreparedCall::run().
+  // As PreparedCall::run(), with statistics.
   Outcome run(const uint64_t* buffers, uint64_t stream) const {
     if (direct != nullptr && direct->call->takes(buffers)) return direct->run(buffers, stream);
     const Outcome outcome = call->run(buffers, stream);

@@ -1,4 +1,4 @@
-// Numbers of kernels in words, for errors and for the watchdog.
+// Text for the numbers that kernels report: operations, causes, call signatures. Used for errors and by the watchdog.
 #pragma once
 
 #include <charconv>
@@ -47,12 +47,12 @@ inline Call describe(const CallSignature& call) {
           {}};
 }
 
-// 1e-05 as "1e-05", 2.0 as "2", 1e6 as "1000000"; a value that has a name, by it.
+// 1e-05 as "1e-05", 2.0 as "2", 1e6 as "1000000"; a value with a name as that name.
 inline std::string parameter_in_words(const ParameterInfo& parameter, double value) {
   for (int i = 0; i < kMaxNamedValues; ++i) {
     if (parameter.value_names[i] != nullptr && value == i) return parameter.value_names[i];
   }
-  // Sizes are counts, which nobody reads in powers of ten.
+  // Whole numbers are counts, so they are printed without an exponent.
   constexpr double kMost = static_cast<double>(uint64_t{1} << 53);
   if (value >= 0 && value < kMost && value == static_cast<double>(static_cast<uint64_t>(value))) {
     return std::to_string(static_cast<uint64_t>(value));
@@ -61,7 +61,7 @@ inline std::string parameter_in_words(const ParameterInfo& parameter, double val
   return {digits, std::to_chars(digits, digits + sizeof(digits), value).ptr};
 }
 
-// With what an error needs to say in which details calls of one operation differ.
+// Includes parameters and optional buffers, so that an error can say in what calls differ.
 inline Call describe_in_full(const CallSignature& call) {
   Call described = describe(call);
   Registry::for_each([&]<class Algorithm>() {

@@ -1,4 +1,4 @@
-// Core on an emulated GPU: workspaces in anonymous shared memory, kernels on the executor of the calling thread.
+// Core of an emulated GPU: workspaces in anonymous shared memory, kernels on the executor of the calling thread.
 #include <sys/mman.h>
 #include <unistd.h>
 
@@ -39,8 +39,8 @@ class SharedMapping {
   }
   char* address() const { return address_; }
 
-  // Keeps the addresses. What is behind them from now on: memory of a descriptor; nothing; zeros of this process, of which pages take
-  // memory that are written.
+  // Replace the memory behind the mapping without changing its address: refill() by the memory of a descriptor,
+  // vacate() by inaccessible memory, vacate_to_zeros() by zeroed memory of this process that is allocated on demand.
   void refill(int fd) { replace(PROT_READ | PROT_WRITE, MAP_SHARED, fd); }
   void vacate() { replace(PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1); }
   void vacate_to_zeros() { replace(PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1); }
@@ -56,7 +56,7 @@ class SharedMapping {
   uint64_t bytes_ = 0;
 };
 
-// Memory without a name in any file system, as a descriptor for peers.
+// Creates shared memory without a name in any file system and returns its descriptor for peers.
 WorkspaceHandle create_memory(const char* name, uint64_t bytes) {
   WorkspaceHandle handle;
   handle.fd = memfd_create(name, MFD_CLOEXEC);
@@ -69,7 +69,7 @@ WorkspaceHandle create_memory(const char* name, uint64_t bytes) {
   return handle;
 }
 
-// The same, mapped here too.
+// create_memory(), also mapped in this process.
 WorkspaceHandle create_shared(const char* name, uint64_t bytes, bool use_ipc, SharedMapping& local) {
   if (use_ipc) throw std::invalid_argument("an emulated device has no cudaIpc handles");
   const WorkspaceHandle handle = create_memory(name, bytes);
@@ -138,8 +138,8 @@ class EmulatedMemory {
     return memory;
   }
 
-  // What stands in for a multicast object is a descriptor that says nothing: the emulated switch loops over the workspaces. It
-  // is forbidden as on a GPU, so that whoever asks is seen to ask.
+  // The handle stands in for a multicast object and carries no information: the emulated switch loops over the
+  // workspaces. The environment can forbid it as on a GPU, so that tests can check that the question is asked.
   WorkspaceHandle create_multicast() {
     require_multicast_permitted(variable_of_process);
     if (!multicast_) throw std::runtime_error("the core was made without multicast");
@@ -151,7 +151,7 @@ class EmulatedMemory {
     const SharedMapping unused(handle.fd, sizeof(Line));
   }
   void add_multicast_device() {}
-  // Kernels only ask whether it is there.
+  // Kernels only test the pointer for nullptr.
   char* bind_multicast() {
     static char anything;
     return &anything;
@@ -181,10 +181,10 @@ class EmulatedMemory {
   std::unique_ptr<HostMailbox> mailbox_ = std::make_unique<HostMailbox>();
 };
 
-// Of an emulated GPU, as of the largest real ones; but few multiprocessors.
+// Properties of an emulated GPU: those of the largest real ones, but with few SMs.
 constexpr uint32_t kMaxEmulatedCluster = 16;
 constexpr uint32_t kEmulatedSharedBytes = 227 * 1024;
-constexpr uint32_t kEmulatedMultiprocessors = 4;  // as runtime/devices.py says
+constexpr uint32_t kEmulatedMultiprocessors = 4;  // must agree with runtime/devices.py
 
 class EmulatedLauncher {
  public:
@@ -218,7 +218,7 @@ class EmulatedLauncher {
     for (const Copy& copy : copies) std::memmove(copy.to, copy.from, copy.bytes);
   }
 
-  // Nothing runs beside a launch: it has ended when launch() returns.
+  // Nothing overlaps a launch: it has ended when launch() returns.
   struct Beside {
     EmulatedLauncher& launcher;
     void follow() {}

@@ -1,4 +1,4 @@
-// NodeExchange on an emulated GPU, whose memory is the host's.
+// NodeExchange on an emulated GPU, whose memory is host memory.
 #include "emulator/executor.h"
 #include "host/memory_transport.h"
 #include "host/node_exchange_impl.h"
@@ -7,7 +7,7 @@ namespace llm_comm::host {
 
 namespace {
 
-constexpr uint32_t kThreads = 8;  // of a block; at least one for each partner
+constexpr uint32_t kThreads = 8;  // per block; at least one for each partner
 static_assert(kThreads >= kMaxWorldSize);
 
 class EmulatedExchangeDevice {

@@ -1,4 +1,4 @@
-// Copies of a launch to the tensors of all ranks, which lie at one place of the symmetric heap.
+// Copies of a launch into the tensors of all ranks, which have the same symmetric offset on each.
 #pragma once
 
 #include <cstdint>
@@ -10,21 +10,21 @@
 
 namespace llm_comm::host {
 
-// What an operation's enqueue() is given (stream_copies.cuh).
+// Passed to an operation's enqueue() (stream_copies.cuh).
 template <class Launcher>
 class HeapCopies {
  public:
-  // `place`: of the symmetric tensors.
+  // `place`: symmetric offset of the tensors.
   HeapCopies(Launcher& launcher, const Segments& segments, uint64_t place, const uint64_t* buffers, uint64_t stream)
       : launcher_(launcher), segments_(segments), place_(place), buffers_(buffers), stream_(stream) {}
 
-  // Behind what has been launched.
+  // Enqueues copies after everything launched on the stream.
   void copy(const std::vector<StreamCopy>& copies) { launcher_.copy(placed(copies), stream_); }
 
-  // For copies beside what is launched (CopiesBeside in target.h).
+  // Returns the side stream for copies that overlap the launches (CopiesBeside in target.h).
   auto beside() { return launcher_.beside(stream_); }
 
-  // Where a tensor is not in the heap there is nowhere to copy to, and its kernels say so.
+  // Returns the copies with addresses. Empty if a tensor is not in the heap; the kernels then report the error.
   std::vector<Copy> placed(const std::vector<StreamCopy>& copies) const {
     std::vector<Copy> all;
     if (place_ == kNoPlace) return all;

@@ -1,4 +1,5 @@
-// The launches of a communicator in their order, and a call that is ready to be launched.
+// LaunchQueue: serializes and numbers the launches of a communicator. PreparedLaunches: a call of an algorithm that is
+// ready to be launched. Used by CoreImpl.
 #pragma once
 
 #include <atomic>
@@ -21,7 +22,7 @@ inline bool has_failed(const HostMailbox& mailbox) {
   return has_error(mailbox) || (__atomic_load_n(&mailbox.end_reasons, __ATOMIC_ACQUIRE) & kAbortRequest) != 0;
 }
 
-// The launches of a communicator, one after the other: their numbers, and the kernels that compare them between ranks.
+// Serializes the launches of a communicator, numbers them, and adds the kernels that compare calls between ranks.
 template <class Launcher>
 class LaunchQueue {
  public:
@@ -29,14 +30,14 @@ class LaunchQueue {
     if (check_calls) check_.emplace(Check{launcher.function(&check_call), launcher.function(&release_call)});
   }
 
-  // Threads take turns by it. What they enqueue is in the order of their turns.
+  // Lock held while a call is enqueued. The order of lock holders is the order of the launches.
   std::mutex& turn() { return turn_; }
 
-  // While it is paused, calls are refused: there is no memory to run in. Under turn().
+  // While paused, calls are refused because the workspaces have no memory. Hold turn().
   void pause(bool is_paused) { is_paused_ = is_paused; }
   bool is_paused() const { return is_paused_; }
 
-  // Whether a graph captures it.
+  // Returns whether a graph captures the launch.
   template <class Args>
   bool launch(const typename Launcher::template Function<Args>& function, const Args& args, const Grid& grid,
               const CallSignature& call, uint64_t bytes, uint64_t stream) {
@@ -58,10 +59,10 @@ class LaunchQueue {
 
   Launcher& launcher() { return launcher_; }
 
-  // So far, captured ones included. From any thread.
+  // Launches to date, captured ones included. Thread-safe.
   uint64_t launches() const { return launches_.load(std::memory_order_relaxed); }
 
-  // From another thread; one that is just being enqueued may be half there. Without buffers and parameters.
+  // Last call, without buffers and parameters. Thread-safe; a call that is being enqueued may be half written.
   CallSignature last() const {
     const uint64_t kind = kind_.load(std::memory_order_relaxed);
     return {static_cast<uint32_t>(kind >> 32),
@@ -93,14 +94,14 @@ inline Outcome outcome(const HostMailbox& mailbox, bool is_captured) {
   return is_captured ? Outcome::kCaptured : Outcome::kEnqueued;
 }
 
-// A call of an algorithm whose kernels take Operation::Args: all launches but the last share a grid.
+// A call of an algorithm whose kernels take Operation::Args. All launches but the last share a grid.
 template <class Launcher, class Operation>
 class PreparedLaunches final : public PreparedCall {
  public:
   using Args = typename Operation::Args;
   using Function = typename Launcher::template Function<Args>;
 
-  // `call`: all but its count, number and buffers. `symmetric`: of AlgorithmInfo.
+  // `call`: complete except for count, number and buffers. `symmetric`: AlgorithmInfo::symmetric.
   PreparedLaunches(LaunchQueue<Launcher>& queue, const Segments& segments, const Args& args, const CallSignature& call,
                    const Problem& problem, const Shape& shape, Function whole, Function last, uint32_t symmetric)
       : queue_(queue),
@@ -149,7 +150,7 @@ class PreparedLaunches final : public PreparedCall {
         args_.comm.takes_tickets = of.takes_tickets;
         is_captured = queue_.launch(is_last ? last_ : whole_, args_, of, call_, taken * problem_.unit_bytes(), stream);
       };
-      if constexpr (requires { Operation::grids(problem_, shape_.tiling); }) {  // several grids, with copies
+      if constexpr (requires { Operation::grids(problem_, shape_.tiling); }) {  // several grids and copies
         HeapCopies<Launcher> copies(queue_.launcher(), segments_, args_.places[0], buffers, stream);
         Operation::enqueue(args_, problem_, shape_.tiling, grid, launch, copies);
       } else {
@@ -162,7 +163,8 @@ class PreparedLaunches final : public PreparedCall {
  private:
   static constexpr bool kIsOutOfPlace = requires { Operation::kIsOutOfPlace; };
 
-  // Of a buffer that peers access line by line. What is input and output at once has none where it must not be.
+  // Symmetric offset of a buffer that peers access in whole lines. kNoPlace for an in-place call of an operation that
+  // must be out of place.
   uint64_t place_of([[maybe_unused]] uint32_t buffer, [[maybe_unused]] const uint64_t* buffers) const {
     if constexpr (requires { Operation::buffer_bytes(problem_, buffer); }) {
       if (kIsOutOfPlace && buffers[0] == buffers[1]) return kNoPlace;

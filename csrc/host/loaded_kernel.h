@@ -1,4 +1,4 @@
-// A kernel of an emulated GPU that lies in a shared library of its own (emulator/loaded_kernel.h).
+// A kernel of an emulated GPU in its own shared library (emulator/loaded_kernel.h): how emulated cores run DSL kernels.
 #pragma once
 
 #include <dlfcn.h>
@@ -11,8 +11,8 @@ namespace llm_comm::host {
 
 class LoadedKernel {
  public:
-  // The library stays: fibers of its own may be left where a grid has been abandoned. Throws std::runtime_error where it is none, or
-  // its kernel does not take one parameter of so many bytes.
+  // Never closes the library: an abandoned grid may leave fibers in it. Throws std::runtime_error if `library` is not a
+  // shared library, or its kernel does not take one parameter of `parameter_bytes` bytes.
   LoadedKernel(const std::string& library, const std::string& kernel, uint32_t parameter_bytes) {
     void* const handle = dlopen(library.c_str(), RTLD_NOW | RTLD_LOCAL);
     if (handle == nullptr) throw std::runtime_error("kernel " + kernel + ": " + dlerror());

@@ -1,4 +1,4 @@
-// The transport of emulated GPUs, whose memory the proxy reaches as they do.
+// Proxy transport of emulated GPUs: the proxy accesses their memory directly.
 #pragma once
 
 #include <cstring>

@@ -1,5 +1,5 @@
-// Whether the environment permits NVLink multicast. Asked before a driver function of it is looked up: on a machine that
-// forbids it, to try and to see it fail may already do the harm.
+// Environment variables that forbid NVLink multicast. The cores check them before they look up a driver function for
+// multicast: on a machine that forbids it, even a failed attempt may do harm.
 #pragma once
 
 #include <algorithm>
@@ -10,7 +10,7 @@
 
 namespace llm_comm::host {
 
-// A variable that can switch multicast off, and the usual value that does.
+// A variable that can switch multicast off, and its usual value for that.
 struct MulticastSwitch {
   const char* variable;
   const char* off;
@@ -20,13 +20,13 @@ inline constexpr MulticastSwitch kMulticastSwitches[] = {{"LLM_COMM_MULTICAST", 
                                                          {"TORCH_SYMM_MEM_DISABLE_MULTICAST", "1"},
                                                          {"NVSHMEM_DISABLE_NVLS", "1"}};
 
-// As programs read such variables: a number, or a word. What is neither forbids: who has set it meant something.
+// Interprets a value as a number or a word, as other programs do. A value that is neither forbids multicast.
 inline bool permits_multicast(const MulticastSwitch& of, const char* value) {
   std::string text(value);
   const auto is_blank = [](unsigned char c) { return std::isspace(c) != 0; };
   text.erase(std::remove_if(text.begin(), text.end(), is_blank), text.end());
   std::transform(text.begin(), text.end(), text.begin(), [](unsigned char c) { return std::tolower(c); });
-  if (text.empty()) return true;  // compose files cannot leave a variable out
+  if (text.empty()) return true;  // a compose file may set an empty value instead of none
   const auto is_one_of = [&](std::initializer_list<const char*> words) {
     return std::find(words.begin(), words.end(), text) != words.end();
   };
@@ -46,7 +46,7 @@ std::string multicast_switched_off(Get get) {
   return "";
 }
 
-// Throws std::runtime_error where it is switched off. The core asks this, whatever its caller has asked before.
+// Throws std::runtime_error if multicast is switched off. The core calls it even if its caller has checked already.
 template <class Get>
 void require_multicast_permitted(Get get) {
   const std::string by = multicast_switched_off(get);

@@ -1,4 +1,4 @@
-// Stands in for host/cuda where nvcc was not found at build time.
+// Replaces host/cuda in builds without nvcc: every function throws.
 #include <stdexcept>
 
 #include "host/core.h"

@@ -1,5 +1,5 @@
-// What carries bytes between partners on different nodes: port channels whose proxy reaches a network by UCX (host/ucx). The data goes
-// through host memory, which the device maps: no network card has to reach the memory of a GPU.
+// NodeExchange: sends bytes between partner ranks on different nodes. Port channels whose proxy uses UCX (host/ucx).
+// Data is staged in host memory that the device maps, so the network card need not access GPU memory.
 #pragma once
 
 #include <cstdint>
@@ -10,42 +10,43 @@
 namespace llm_comm::host {
 
 struct NodeExchangeOptions {
-  uint32_t rank;  // among the partners: the node
+  uint32_t rank;  // this node's index among the partners
   uint32_t ranks;
-  uint64_t part_bytes;  // of a block, a multiple of 16; host memory is 64 of them for each other partner
+  uint64_t part_bytes;  // bytes of one block, a multiple of 16; host memory holds 64 of them for each partner
   double timeout_s;     // bound of every wait of a kernel
 };
 
-// Of a call, with one partner, or with this rank itself.
+// Data of a call to and from one partner, or this rank itself.
 struct NodePiece {
   uint64_t from;       // offset in the input
-  uint64_t bytes_out;  // 0 is allowed, as in all of them
+  uint64_t bytes_out;  // may be 0, like every size here
   uint64_t to;         // offset in the output
-  uint64_t bytes_in;   // of the same partner's bytes_out for this rank
+  uint64_t bytes_in;   // equals that partner's bytes_out for this rank
 };
 
-// Calls of several threads take turns; connect() comes before them. In a forked child of the process that made it, nothing works.
+// Calls of several threads are serialized; connect() must come first. Does not work in a forked child of its process.
 class NodeExchange {
  public:
   virtual ~NodeExchange() = default;
 
-  // What the partners need for connect(). They must not show it to others: whoever has it can write to the memory.
+  // Connection data for the partners' connect(). Secret: whoever has it can write to this memory.
   virtual std::string address() const = 0;
-  // Once. By partner: what its address() has returned (this rank's own is not looked at), and how messages call it. Throws
-  // std::runtime_error.
+  // Connects to all partners; call it once. `addresses`: by partner, their address(); this rank's own is ignored.
+  // `names`: by partner, for messages. Throws std::runtime_error.
   virtual void connect(const std::vector<std::string>& addresses, const std::vector<std::string>& names) = 0;
-  // Enqueues a call on a stream; graphs may capture it. `pieces` by partner. False: the exchange has failed, and error() says why.
-  // On an emulated device it is over when it returns. Throws std::invalid_argument, std::runtime_error.
+  // Enqueues a call on a stream; graphs may capture it. `pieces`: by partner. Returns false if the exchange has failed;
+  // error() says why. On an emulated device the call is complete on return. Throws std::invalid_argument or
+  // std::runtime_error.
   virtual bool run(uint64_t input, uint64_t output, const std::vector<NodePiece>& pieces, uint64_t stream) = 0;
-  // Of calls from now on.
+  // Sets the time-out of later calls.
   virtual void set_limit(double timeout_s) = 0;
-  // Why nothing works any more; empty as long as it does. Beside a call, too.
+  // Reason of the failure; empty while the exchange works. Thread-safe.
   virtual std::string error() const = 0;
-  // Ends what waits, soon. Beside a call, too.
+  // Ends all waits soon. Thread-safe.
   virtual void abort() = 0;
   virtual bool has_been_captured() const = 0;
-  // Waits for a call that runs, then until partners have ended as well, a second at most, and ends the connections. More than once is
-  // no error.
+  // Waits for a running call, then at most one second for the partners to finish, and closes the connections. May be
+  // called repeatedly.
   virtual void close() = 0;
 };
 

@@ -1,9 +1,9 @@
-// NodeExchange on any target. Device:
+// NodeExchange on any target. `Device` must provide:
 //
-//   std::unique_ptr<RingMemory> memory(uint64_t bytes)    // zeros, as the host and as the device reach them
+//   std::unique_ptr<RingMemory> memory(uint64_t bytes)    // zeroed, accessible to host and device
 //   Patience patience()                                   // of the proxy
-//   bool launch(const NodeExchangeArgs&, uint32_t blocks, uint64_t stream)   // whether a graph captures it
-//   void wait()                                           // for all launches but those in graphs
+//   bool launch(const NodeExchangeArgs&, uint32_t blocks, uint64_t stream)   // true: captured by a graph
+//   void wait()                                           // for all launches except those in graphs
 #pragma once
 
 #include <algorithm>
@@ -59,7 +59,7 @@ class NodeExchangeImpl final : public NodeExchange {
   NodeExchangeImpl(const NodeExchangeImpl&) = delete;
   NodeExchangeImpl& operator=(const NodeExchangeImpl&) = delete;
 
-  // Graphs hold the addresses of all of it, and their kernels need the proxy: it is ended, and the memory stays.
+  // Graphs hold addresses of this memory and their kernels need the proxy. The proxy is stopped; the memory is leaked.
   ~NodeExchangeImpl() override {
     close();
     if (!has_been_captured_) return;
@@ -143,7 +143,7 @@ class NodeExchangeImpl final : public NodeExchange {
     if (std::exchange(is_closed_, true)) return;
     device_.wait();
     if (ports_ == nullptr) return;
-    // A kernel ends when its partners' data has come, and the proxy may not have taken its own requests by then.
+    // A kernel ends when its partners' data has arrived. The proxy may not have executed its own requests by then.
     if (!has_ended(*mailbox_)) ports_->settle(requests(), std::chrono::nanoseconds(args_.comm.timeout_ns));
     ports_->stop();
   }
@@ -153,12 +153,12 @@ class NodeExchangeImpl final : public NodeExchange {
     return __atomic_load_n(&mailbox.error.complete, __ATOMIC_ACQUIRE) != 0 ||
            __atomic_load_n(&mailbox.end_reasons, __ATOMIC_ACQUIRE) != 0;
   }
-  // That kernels have made so far.
+  // Requests that kernels have made.
   uint64_t requests() const {
     const char* const state = memory_->on_host() + kPortsOffset;
     return __atomic_load_n(&reinterpret_cast<const PortState*>(state)->head, __ATOMIC_ACQUIRE);
   }
-  // Before turn_ is taken: in a forked child it may be held by a thread that is not there.
+  // Call before locking turn_: in a forked child a thread that does not exist there may hold the lock.
   void check_process() const {
     if (!maker_.is_this())
       throw std::runtime_error("this exchange belongs to the process that this one was forked from");
@@ -169,18 +169,18 @@ class NodeExchangeImpl final : public NodeExchange {
   Device device_;
   ExchangeLayout layout_;
   std::unique_ptr<RingMemory> mailbox_memory_;
-  std::unique_ptr<RingMemory> notes_;  // to other ranks, which nobody reads
+  std::unique_ptr<RingMemory> notes_;  // stands in for the other ranks' fault reports; nobody reads it
   std::unique_ptr<RingMemory> memory_;
   HostMailbox* mailbox_;
-  std::unique_ptr<UcxTransport> transport_;  // until connect()
+  std::unique_ptr<UcxTransport> transport_;  // moved to ports_ in connect()
   std::string address_;
   std::unique_ptr<ProxyPorts> ports_;
   std::vector<std::string> names_;
   OwnProcess maker_;
-  std::mutex turn_;          // of calls, and of what ends them
-  NodeExchangeArgs args_{};  // under turn_, once connected
+  std::mutex turn_;          // serializes calls and what ends them
+  NodeExchangeArgs args_{};  // guarded by turn_ after connect()
   std::atomic<bool> has_been_captured_ = false;
-  bool is_closed_ = false;  // under turn_
+  bool is_closed_ = false;  // guarded by turn_
 };
 
 }  // namespace llm_comm::host

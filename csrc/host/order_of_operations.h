@@ -1,16 +1,18 @@
-// The order of a communicator's operations, as the host sees it without debug: on this rank, and beside that of a peer.
+// Detects overlapping or reordered operations of a communicator from two counters per rank. Core::check_order() uses
+// it; no debug option is needed.
 //
-// Nothing orders a graph that is replayed beside eager calls, or beside another graph. Operations of both may get one number, or other
-// numbers on other ranks. Then ranks add up what does not belong together.
+// The problem. Nothing orders a graph replay against eager calls or against another graph. Two operations may then get
+// the same number, or different numbers on different ranks, and ranks add unrelated data.
 //
-// The device of a rank adds up two values over its operations, in CommState::order (Operation::arrive()). The host reads the sum and
-// finds either case, behind the fact:
+// The method. Each device accumulates a checksum over its operations in CommState::order (Operation::arrive()). The
+// host reads it afterwards:
 //
-//   low half    the sum of the numbers that operations had. It follows from the count of operations, if no two had the same number
-//   high half   the sum of number times call. Ranks that have ended as many operations agree, if like calls had like numbers
+//   low half    sum of the operation numbers. If no two operations had the same number, it follows from their count
+//   high half   sum of number * call hash. Equal on ranks with equal counts if the same calls had the same numbers
 //
-// The host reads the count and the sum while operations run, so the sum may lack the last operation or have the next one. Such a sum
-// proves nothing. Not found: operations that overlap and have numbers of their own, the same on all ranks; like calls in another order.
+// The host reads count and checksum while operations run. The checksum may therefore lack the last operation or include
+// the next one; such a pair is not evaluated. Not detected: overlapping operations with distinct numbers that agree on
+// all ranks, and identical calls in another order.
 #pragma once
 
 #include <cstdint>
@@ -20,32 +22,32 @@
 
 namespace llm_comm::host {
 
-// The words of one rank: the sum, read between two looks at the count of operations, which was the same both times.
+// Counters of one rank. The checksum was read between two reads of the count that returned the same value.
 struct OrderOnRank {
   uint64_t operations;
   uint64_t order;
 
-  // The sum of the numbers 0 to n - 1.
+  // Sum of the numbers 0 to n - 1.
   static constexpr uint32_t sum_of_numbers(uint64_t n) {
     return static_cast<uint32_t>(n % 2 == 0 ? n / 2 * (n - 1) : (n - 1) / 2 * n);
   }
-  // The sum holds the operations that the count says, each with a number of its own.
+  // True if the checksum covers exactly `operations` operations with distinct numbers.
   constexpr bool is_settled() const { return static_cast<uint32_t>(order) == sum_of_numbers(operations); }
-  // Some operations had one number, whether or not the last one is in the sum, or the next one. Where these were the first two of
-  // all, that shows with the third.
+  // True if two operations had the same number, whether the checksum lacks the last operation or includes the next one.
+  // If the very first two operations overlapped, the third reveals it.
   constexpr bool has_overlap() const {
     const auto sum = static_cast<uint32_t>(order);
     const bool lacks_last = operations != 0 && sum == sum_of_numbers(operations - 1);
     return !is_settled() && !lacks_last && sum != sum_of_numbers(operations + 1);
   }
-  // Both ranks have ended as many operations, and they were not the same ones in the same order.
+  // True if both ranks have finished equally many operations, but not the same ones in the same order.
   constexpr bool differs_from(const OrderOnRank& other) const {
     return operations == other.operations && is_settled() && other.is_settled() && order != other.order;
   }
 };
 
-// DeviceComm::call of a launch: of what the ranks have to agree on anyway, but not of its number, which one more capture on one
-// rank would change.
+// Value of DeviceComm::call for a launch: a hash of everything that ranks must agree on, except the call number. An
+// additional capture on one rank changes the call number.
 inline uint32_t hash_of(const CallSignature& call) {
   uint64_t hash = 0xCBF29CE484222325u;
   const auto add = [&](uint64_t value) { hash = (hash ^ value ^ value >> 29) * 0x9E3779B97F4A7C15u; };

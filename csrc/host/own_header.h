@@ -1,4 +1,4 @@
-// The header of a rank's own workspace, which outlives the workspace's memory where that is released and taken back.
+// OwnHeader: keeps the header of this rank's workspace while the workspace's memory is released. Used by CoreImpl.
 #pragma once
 
 #include <cstddef>
@@ -14,15 +14,15 @@
 
 namespace llm_comm::host {
 
-// `Memory`: TargetMemory of target.h. Operations number themselves by the header's arrivals, so that those of all ranks agree
-// again behind a release.
+// `Memory`: TargetMemory (target.h). Keeping the header keeps the operation counter, so that all ranks still agree on
+// the operation number after a release.
 template <class Memory>
 class OwnHeader {
  public:
   explicit OwnHeader(Memory& memory) : memory_(memory) {}
 
-  // Gives the memory of all workspaces back. Between operations every line of the slots is armed (R2 of operation.cuh) and
-  // nothing in the staging memory is of use any more: only the header is kept. By now no rank writes to it.
+  // Releases the memory of all workspaces. Only the header is kept: between operations all slot lines hold the sentinel
+  // (R2 of operation.cuh) and the staging memory holds nothing of use. No rank may write to the header from here on.
   void vacate() {
     const std::lock_guard<std::mutex> lock(mutex_);
     if (kept_.empty()) {
@@ -38,14 +38,14 @@ class OwnHeader {
     return memory_.refill(layout, kept_);
   }
 
-  // From now on the one in memory counts.
+  // Drops the kept copy; the header in memory is valid again.
   void is_back() {
     const std::lock_guard<std::mutex> lock(mutex_);
     kept_.clear();
   }
 
-  // What a rank's device has counted, by the workspace of that rank. Nothing where it cannot be read soon, an operation ended
-  // meanwhile, or a wait has been aborted: operations do not count themselves then.
+  // Order counters of the rank that owns `workspace`. Empty in three cases: memory cannot be read soon, an operation
+  // ended in between, or a wait was aborted and operations no longer count themselves.
   std::optional<OrderOnRank> order_of(const char* workspace) {
     const std::lock_guard<std::mutex> lock(mutex_);
     if (!kept_.empty()) return std::nullopt;
@@ -58,11 +58,11 @@ class OwnHeader {
     return OrderOnRank{*before / kArrivalsPerOperation, *order};
   }
 
-  // Of this rank's operations. Nothing where the memory cannot be read soon.
+  // Operations that this rank has finished. Empty if memory cannot be read soon.
   std::optional<uint64_t> operations_ended() {
     const std::lock_guard<std::mutex> lock(mutex_);
     constexpr size_t kArrivals = offsetof(CommState, arrivals);
-    if (!kept_.empty()) {  // there is no memory to read
+    if (!kept_.empty()) {  // the workspace has no memory to read
       uint64_t arrivals_before = 0;
       std::memcpy(&arrivals_before, kept_.data() + kArrivals, sizeof(arrivals_before));
       return arrivals_before / kArrivalsPerOperation;
@@ -74,8 +74,8 @@ class OwnHeader {
 
  private:
   Memory& memory_;
-  std::mutex mutex_;  // the watchdog and statistics ask what has ended
-  std::string kept_;  // while the workspace is released, else empty. Changed under the lock
+  std::mutex mutex_;  // the watchdog and statistics read from other threads
+  std::string kept_;  // header while the workspace is released, else empty; guarded by mutex_
 };
 
 }  // namespace llm_comm::host

@@ -1,4 +1,4 @@
-// Shapes do not depend on the target: those of the emulator's build serve all.
+// Shapes do not depend on the target, so the emulator's build of the registry serves all targets.
 #include "host/planner.h"
 
 #include "algorithms/registry.h"

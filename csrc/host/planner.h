@@ -1,11 +1,11 @@
-// The registry for everybody who does not launch kernels: what algorithms there are, and how a call of one would be shaped.
-// The one place where Python, other libraries and tests ask. Pure functions; nothing here touches a device.
+// Planner: the list of algorithms, and the shape that a call of each would have. Python, the NCCL library, tables and
+// tests use it. Pure functions that touch no device.
 #pragma once
 
 #include <vector>
 
 #include "algorithms/algorithm.h"
-#include "algorithms/linear/layer.h"  // what layers are served
+#include "algorithms/linear/layer.h"  // layers that are supported
 
 namespace llm_comm::host {
 
@@ -14,13 +14,14 @@ struct Algorithm {
   const AlgorithmInfo* info;
   const Tunables* tunables;
   std::vector<DataType> types;
-  // Cuts a choice to size. Throws std::invalid_argument for what it, the workspace or the device does not take.
+  // Fits tuning parameters to a call. Throws std::invalid_argument if the algorithm, the workspace or the device does
+  // not support them.
   Shape (*shape)(const Problem&, const Choice&, const Limits&);
-  // Choices worth measuring, simplest first.
+  // Tuning parameters worth measuring, simplest first.
   std::vector<Choice> (*candidates)(const Problem&, const Limits&);
 };
 
-// By number: algorithms/registry.def, optional/registry.def, then lists of the user's own.
+// All algorithms by registry number: algorithms/registry.def, optional/registry.def, then the user's own lists.
 const std::vector<Algorithm>& algorithms();
 
 }  // namespace llm_comm::host

@@ -7,7 +7,7 @@ namespace llm_comm::host {
 const std::vector<PortStep>& PortBatch::steps() {
   steps_.clear();
   values_.clear();
-  values_.reserve(requests_.size() * 2);  // steps point into it
+  values_.reserve(requests_.size() * 2);  // no reallocation: steps point into it
   if (sort_puts()) {
     merge_puts();
     merge_words(kPortSignal);
@@ -18,7 +18,7 @@ const std::vector<PortStep>& PortBatch::steps() {
   return steps_;
 }
 
-// False where two destinations overlap.
+// Sorts the puts by destination. Returns false if two destinations overlap.
 bool PortBatch::sort_puts() {
   sorted_.clear();
   std::copy_if(requests_.begin(), requests_.end(), std::back_inserter(sorted_),

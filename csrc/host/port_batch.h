@@ -1,11 +1,12 @@
-// Requests to one peer that have come together, and what is to be done for them.
+// PortBatch: requests for one peer that the proxy found together, merged into fewer transport calls. Used by
+// ProxyPorts.
 //
-// A copy takes some microseconds, however small it is, and so does a signal. So puts that are neighbours in the source and in the
-// destination become one, and so do signals to neighbouring words. All signals come behind all puts, and echoes last: whoever
-// waits for a signal finds what was put before it, and more.
+// Every copy and every signal costs some microseconds, however small it is. Puts that are adjacent in source and
+// destination are therefore merged, and so are signals to adjacent words. All puts come first, then all signals, then
+// all local completions. A waiter thus finds at least the data that was put before its signal.
 //
-// Of several signals to one word only the last is sent: values grow, so whoever waits for one takes a later one too. Where two
-// destinations overlap, everything is done as it was asked for, one after the other.
+// Of several signals to one word only the last is sent: values only grow, so a waiter accepts the later one too. If two
+// destinations overlap, nothing is merged and the requests are executed in order.
 #pragma once
 
 #include <cstdint>
@@ -16,11 +17,11 @@
 namespace llm_comm::host {
 
 struct PortStep {
-  uint32_t part;           // kPortPut, kPortSignal, kPortEcho
-  uint64_t to;             // offset in a workspace: the peer's, or this rank's for an echo
-  uint64_t from;           // of a put: address
-  uint64_t bytes;          // of a put
-  const uint64_t* values;  // of the others: of neighbouring words, valid until the batch changes
+  uint32_t part;           // one of kPortPut, kPortSignal, kPortEcho
+  uint64_t to;             // destination: workspace offset or heap offset; the peer's, or this rank's for kPortEcho
+  uint64_t from;           // put: source address
+  uint64_t bytes;          // put: size
+  const uint64_t* values;  // signal, echo: values of adjacent words; valid until the batch changes
   uint32_t count;
 };
 
@@ -29,7 +30,7 @@ class PortBatch {
   void clear() { requests_.clear(); }
   void add(const PortRequest& request) { requests_.push_back(request); }
   bool is_empty() const { return requests_.empty(); }
-  // What is to be done, in this order. Valid until the batch changes.
+  // Steps to execute, in this order. Valid until the batch changes.
   const std::vector<PortStep>& steps();
 
  private:
@@ -39,7 +40,7 @@ class PortBatch {
   void take_in_turn();
 
   std::vector<PortRequest> requests_;
-  std::vector<PortRequest> sorted_;  // those with one part
+  std::vector<PortRequest> sorted_;  // requests with the part that is being merged
   std::vector<uint64_t> values_;
   std::vector<PortStep> steps_;
 };

@@ -1,4 +1,5 @@
-// A kernel of llm_comm.dsl that is ready to be launched, among the operations of its communicator.
+// PreparedProgram: a DSL kernel (llm_comm.dsl) that is ready to be launched as an operation of its communicator. Used
+// by CoreImpl.
 #pragma once
 
 #include <algorithm>
@@ -10,7 +11,7 @@
 
 namespace llm_comm::host {
 
-// Operations of programs have numbers from here on, in the order in which a core has loaded their kernels: the same on all ranks.
+// First OperationKind of DSL kernels. They are numbered in the order in which a core loads them, the same on all ranks.
 inline constexpr uint32_t kFirstProgramKind = 0x10000;
 
 template <class Launcher>
@@ -18,7 +19,8 @@ class PreparedProgram final : public PreparedCall {
  public:
   using Function = typename Launcher::template Function<ProgramArgs>;
 
-  // `comm`: with the ranks' workspaces. Throws std::invalid_argument where `launch` does not fit the heap or the device.
+  // `comm` holds the addresses of the ranks' workspaces. Throws std::invalid_argument if `launch` does not fit the heap
+  // or the device.
   PreparedProgram(LaunchQueue<Launcher>& queue, Launcher& launcher, const Segments& segments, const DeviceComm& comm,
                   Function function, const ProgramLaunch& launch)
       : queue_(queue), segments_(segments), launch_(launch), function_(function) {

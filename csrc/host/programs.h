@@ -1,4 +1,4 @@
-// The kernels of llm_comm.dsl that a core has loaded, and what operations are called in errors.
+// Programs: the DSL kernels that a core has loaded, and the names of operations in errors. Used by CoreImpl.
 #pragma once
 
 #include <deque>
@@ -13,13 +13,14 @@
 
 namespace llm_comm::host {
 
-// Any thread may ask: the watchdog does, for titles.
+// Thread-safe, because the watchdog asks for names.
 template <class Launcher>
 class Programs {
  public:
   using Function = typename Launcher::template Function<ProgramArgs>;
 
-  // Loads a program by load(), and returns its number. Numbers count attempts: ranks on which one fails stay in step with the others.
+  // Loads a DSL kernel with load() and returns its number. A failed load uses up a number, so the numbers of all ranks
+  // agree.
   template <class Load>
   uint32_t add(const Load& load, const std::string& title) {
     const uint32_t number = take_number(title);
@@ -29,7 +30,7 @@ class Programs {
     return number;
   }
 
-  // What has been loaded stays where it is. Throws std::invalid_argument for a number that no program has.
+  // References stay valid. Throws std::invalid_argument for an unknown number.
   const Function& function(uint32_t number) const {
     const std::lock_guard<std::mutex> lock(mutex_);
     if (number >= loaded_.size() || !loaded_[number].function) {
@@ -38,7 +39,7 @@ class Programs {
     return *loaded_[number].function;
   }
 
-  // Of any operation, the library's own included.
+  // Name of any operation, the library's own included.
   std::string title(uint32_t kind) const {
     const std::lock_guard<std::mutex> lock(mutex_);
     const bool is_program = kind >= kFirstProgramKind && kind - kFirstProgramKind < loaded_.size();

@@ -9,7 +9,7 @@ namespace llm_comm::host {
 
 namespace {
 
-// Of one batch: more would let the first ones wait.
+// Maximum requests of a batch. A larger batch would delay its first requests.
 constexpr uint32_t kMostOfBatch = 128;
 
 std::string in_words(uint64_t where) {
@@ -39,7 +39,7 @@ void ProxyPorts::start(const PortOwner& owner) {
 void ProxyPorts::stop() {
   if (thread_ == nullptr) return;
   if (!maker_.is_this()) {
-    // A fork has this object, but neither the thread nor the transport's device.
+    // A forked child has this object, but neither the thread nor access to the transport's device.
     static_cast<void>(thread_.release());
     static_cast<void>(transport_.release());
     return;
@@ -57,7 +57,7 @@ bool ProxyPorts::settle(uint64_t requests, std::chrono::nanoseconds limit) {
     if (std::chrono::steady_clock::now() >= deadline || has_error_) return false;
     std::this_thread::sleep_for(std::chrono::microseconds(50));
   }
-  // The thread carries out what it has taken before it ends.
+  // The thread executes the requests it has read before it ends.
   stop();
   is_ending_ = false;
   return true;
@@ -99,14 +99,14 @@ void ProxyPorts::serve() {
       }
       continue;
     }
-    // Who has failed waits for nothing, and the tensors that it wanted to send may be gone.
+    // A failed communicator waits for nothing, and the tensors to send may have been freed.
     if (owner_.has_failed()) return;
     for (uint32_t peer = 0; peer < owner_.world_size; ++peer) carry_out(peer);
     last_request = std::chrono::steady_clock::now();
   }
 }
 
-// Takes what is there, and frees its places. Returns how much it was.
+// Reads the requests that are in the ring and frees their entries. Returns their number.
 uint32_t ProxyPorts::take() {
   uint32_t taken = 0;
   auto last = std::chrono::steady_clock::time_point{};
@@ -174,9 +174,10 @@ void ProxyPorts::carry_out(uint32_t peer) {
   batch.clear();
 }
 
-// Kernels give no sign when they begin, those of a graph least of all, so it is this thread that has to look. While operations
-// follow each other it finds a request at once. After that it gives way at every look, for as long as the next operation of a
-// running model may take to come. A proxy that nobody uses sleeps: some percent of a core, and the first request waits for a nap.
+// Kernels do not announce themselves, in particular not those of a graph, so this thread has to poll. While operations
+// follow each other it finds a request at once. Afterwards it yields between polls, for as long as the next operation
+// of a running model may take. An unused proxy sleeps: it uses a few percent of a core and delays the first request by
+// one nap.
 void ProxyPorts::wait_for_requests(std::chrono::steady_clock::time_point last_request) const {
   const auto idle = std::chrono::steady_clock::now() - last_request;
   if (idle < patience_.spins) return;

@@ -1,5 +1,5 @@
-// The proxy of a communicator: a thread that takes the requests of its GPU's port channels from their FIFO, and has a transport
-// carry them out.
+// ProxyPorts: the proxy of a communicator. A thread reads the requests of the GPU's port channels from their ring and
+// executes them through a Transport. Emulated cores, CUDA cores and NodeExchange use it with different transports.
 #pragma once
 
 #include <atomic>
@@ -15,26 +15,28 @@
 
 namespace llm_comm::host {
 
-// Moves data to the peers. What goes to one peer is done in the order of the calls; between peers there is no order. Calls return
-// before that, if they like, but must not wait for a peer. They are made by one thread, and throw std::runtime_error where nothing
-// can be moved any more.
+// Moves data to peers. Calls for one peer take effect in order; there is no order between peers. A call may return
+// before its data has moved but must not wait for a peer. One thread makes all calls. They throw std::runtime_error if
+// the transport has failed.
 class Transport {
  public:
   virtual ~Transport() = default;
-  // By the thread that makes all other calls, before them.
+  // Called first, by the thread that makes all other calls.
   virtual void begin(uint32_t world_size) = 0;
   virtual void put(uint32_t peer, char* to, const char* from, uint64_t bytes) = 0;
-  // Stores to neighbouring words of the peer. Who sees one sees what went to the peer before. The values need not stay.
+  // Stores values to adjacent words of the peer. A peer that sees a value also sees everything sent to it before.
+  // `values` need not outlive the call.
   virtual void signal(uint32_t peer, uint64_t* to, const uint64_t* values, uint32_t count) = 0;
-  // Stores to words of this rank once all that went to the peer before has been done.
+  // Local completion: stores values to words of this rank once everything sent to `peer` before is complete.
   virtual void echo(uint32_t peer, uint64_t* to, const uint64_t* values, uint32_t count) = 0;
-  // Made again and again, with or without requests: what needs this thread to go on, as networks do. Whether anything has.
+  // Called repeatedly, with or without requests, for transports that need a thread to make progress. Returns true if
+  // something advanced.
   virtual bool progress() { return false; }
-  // Returns once everything has been done, or cannot be. Throws nothing.
+  // Returns when everything is complete or has failed. Does not throw.
   virtual void finish() = 0;
 };
 
-// Memory of a FIFO, zeros at first, as the host and as the device reach it.
+// Zeroed memory that host and device access.
 class RingMemory {
  public:
   virtual ~RingMemory() = default;
@@ -42,12 +44,12 @@ class RingMemory {
   virtual char* on_device() const = 0;
 };
 
-// How long a thread looks for one more request behind others, which may become one copy with them; and how it waits that finds
-// nothing, from the last request on: it spins, then lets others run, then sleeps.
+// Polling policy of a proxy. `gathers`: time to wait for further requests after one, which may be merged with it. An
+// idle proxy spins, then yields, then sleeps, counted from its last request.
 struct Patience {
   std::chrono::nanoseconds gathers;
   std::chrono::microseconds spins;
-  std::chrono::microseconds yields;  // in all, with the time that it spins
+  std::chrono::microseconds yields;  // measured like `spins` from the last request
   std::chrono::microseconds nap;
 };
 
@@ -85,8 +87,8 @@ class ProxyPorts final : public Ports {
   std::unique_ptr<std::thread> thread_;
   std::atomic<bool> is_ending_ = false;
   std::atomic<bool> has_error_ = false;
-  std::string error_;      // written before has_error_
-  uint64_t position_ = 0;  // of the next request
+  std::string error_;      // written before has_error_ is set
+  uint64_t position_ = 0;  // ring position of the next request
   PortBatch batches_[kMaxWorldSize];
 };
 

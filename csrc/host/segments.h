@@ -1,4 +1,5 @@
-// The segments of a rank's symmetric heap: what it owns, what it maps of its peers, and where an address lies in them.
+// Segments: the registered windows of a rank's symmetric heap: own memory, mapped peer memory, and address look-up.
+// Used by cores and prepared calls.
 #pragma once
 
 #include <array>
@@ -15,23 +16,23 @@
 
 namespace llm_comm::host {
 
-// This rank's memory, and what a peer needs to map it.
+// Memory of this rank with the handle by which peers map it.
 struct SharedMemory {
   std::shared_ptr<char> memory;
   WorkspaceHandle handle;
 };
 
-// Any thread may ask where an address lies; one at a time changes them.
+// Look-ups are thread-safe; one thread at a time changes the windows.
 class Segments {
  public:
   using Addresses = std::array<char*, kMaxWorldSize>;  // by rank
 
   explicit Segments(int rank) : rank_(rank) {}
 
-  // Without a lock: calls ask it each time.
+  // Lock-free, because every call asks.
   bool empty() const { return count_.load(std::memory_order_relaxed) == 0; }
 
-  // Throws std::invalid_argument for what cannot be added.
+  // Throws std::invalid_argument if the window cannot be added.
   void check_new(uint32_t number, uint64_t bytes) const {
     const std::lock_guard<std::mutex> lock(mutex_);
     if (number >= kMaxSegments) {
@@ -63,7 +64,7 @@ class Segments {
   }
 
   void remove(uint32_t number) {
-    std::shared_ptr<char> own;  // goes when the lock is released: to free memory may take long
+    std::shared_ptr<char> own;  // freed after the lock is released: freeing memory may be slow
     const std::lock_guard<std::mutex> lock(mutex_);
     own = std::move(at(number).memory[rank_]);
     segments_.erase(number);
@@ -80,10 +81,10 @@ class Segments {
     return at(number).memory[rank_];
   }
 
-  // Expires with this.
+  // Expires with this object.
   std::weak_ptr<const void> life() const { return life_; }
 
-  // nullptr where a rank's memory is not mapped.
+  // By rank; nullptr where a rank's memory is not mapped.
   Addresses addresses(uint32_t number) const {
     const std::lock_guard<std::mutex> lock(mutex_);
     Addresses found{};
@@ -91,7 +92,7 @@ class Segments {
     return found;
   }
 
-  // Where so many bytes lie, if in one segment.
+  // Symmetric offset of `bytes` at `address`, if one window contains them.
   std::optional<Place> find(uint64_t address, uint64_t bytes) const {
     if (empty()) return std::nullopt;
     const std::lock_guard<std::mutex> lock(mutex_);
@@ -103,7 +104,7 @@ class Segments {
     return std::nullopt;
   }
 
-  // Where so many bytes at a place lie on a rank, as this one maps it; nullptr: nowhere.
+  // Address of `bytes` at a symmetric offset of a rank, as this rank maps it; nullptr if out of range or unmapped.
   char* address(uint32_t rank, uint64_t place, uint64_t bytes) const {
     const std::lock_guard<std::mutex> lock(mutex_);
     const auto found = segments_.find(static_cast<uint32_t>(place >> kPlaceOffsetBits));
@@ -115,7 +116,7 @@ class Segments {
     return first == nullptr ? nullptr : first + offset;
   }
 
-  // All of it stays mapped until the process ends.
+  // Leaks all windows: they stay mapped until the process ends.
   void leave_to_graphs() {
     const std::lock_guard<std::mutex> lock(mutex_);
     new std::map<uint32_t, Segment>(std::move(segments_));

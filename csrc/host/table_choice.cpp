@@ -18,10 +18,11 @@ namespace llm_comm::host {
 
 namespace {
 
-// Devices that serve each other with their tables, because nothing that a table is measured for differs: the compute capability (which
-// kernels run), the multiprocessors (how many blocks run at once), and the links between devices (when two hops are faster than one). Links
-// are known by the driver's name alone: H800 and H100 NVL have both numbers of H100 SXM, and fewer or other NVLinks. H20 (78 multiprocessors),
-// H100 PCIe, H200 NVL, parts of a GPU (MIG), A100 and B200 are near to nothing.
+// Devices that can use each other's tables, because everything that a table depends on is equal: compute capability
+// (which kernels run), number of SMs (how many blocks run at once), and links between devices (when two hops beat one).
+// Only the driver's device name identifies the links: H800 and H100 NVL have the capability and SMs of H100 SXM, but
+// fewer or other NVLinks. H20 (78 SMs), H100 PCIe, H200 NVL, MIG instances, A100 and B200 are similar to no listed
+// device.
 struct NearDevice {
   const char* device;
   const char* short_name;
@@ -30,13 +31,13 @@ struct NearDevice {
   int group;
 };
 constexpr NearDevice kNearDevices[] = {
-    // 18 NVLinks of the fourth generation each, all to switches. Their memories differ in speed, which bounds linear layers and no
-    // collective.
+    // Both have 18 fourth-generation NVLinks, all to switches. Their memory bandwidths differ, which affects linear
+    // layers but no collective.
     {"NVIDIA H100 80GB HBM3", "H100", 90, 132, 0},
     {"NVIDIA H200", "H200", 90, 132, 0},
 };
 
-// Of fused operations, for tables without a measured bound; what is best on an H200.
+// Blocks per SM of fused operations, for tables without a measured bound. The best value on H200.
 constexpr uint32_t kFusedBlocksOfMultiprocessor = 3;
 
 const NearDevice* near_device(const std::string& device) {
@@ -73,10 +74,10 @@ std::optional<std::string> home() {
   return found->pw_dir;
 }
 
-// The table of devices without one. It has rows of all_reduce alone: rows_of_parts serves the operations on parts.
+// Table of devices without one. It has rows of all_reduce only; rows_of_parts() covers all_gather and reduce_scatter.
 //
-// One-shot sends (N-1) x bytes in one hop, two-shot 2 (N-1)/N x bytes in two: by the H200 tables they break even near 400 KiB / (N-1),
-// which is the time of a hop on NVLink. Tiles and grids are the H200's too.
+// One-shot sends (N-1) * bytes in one hop, two-shot 2 * (N-1)/N * bytes in two. By the H200 tables they break even near
+// 400 KiB / (N-1), which reflects the latency of an NVLink hop. Tiles and grids are the H200's too.
 Table general_table(uint32_t world, uint32_t sm_count) {
   const uint64_t one_shot = 400 * kKiB / std::max(1u, world - 1);
   return {.name = "general table",
@@ -87,7 +88,7 @@ Table general_table(uint32_t world, uint32_t sm_count) {
           .content = read_yaml("fused_blocks: " + std::to_string(kFusedBlocksOfMultiprocessor * sm_count))};
 }
 
-// Small blocks: an emulated GPU has few lanes, and every path is to be taken.
+// Small blocks, because an emulated GPU runs few threads; rows cover every code path.
 Table emulated_table() {
   constexpr uint64_t kSmall = 8 * kKiB;
   constexpr uint64_t kLarge = 64 * kMiB;
@@ -118,7 +119,7 @@ Table emulated_table() {
   return table;
 }
 
-// Adds a warning, once in a process: of its ranks, or of its communicators.
+// Adds a warning once per process.
 void remark(FoundTable& found, const std::string& text) {
   static std::mutex mutex;
   static std::set<std::string> said;
@@ -126,7 +127,7 @@ void remark(FoundTable& found, const std::string& text) {
   if (said.insert(text).second) found.remarks.push_back(text);
 }
 
-// Whether the user has installed a table for the device and number of ranks. One that cannot be used is remarked on.
+// Looks for the user's installed table for the device and number of ranks. Warns about an unusable one.
 bool find_installed(FoundTable& found, const std::string& device, uint32_t world) {
   const auto directory = table_directory();
   const std::string file = table_file_name(device, world);
@@ -181,8 +182,8 @@ void find_shipped(FoundTable& found, const std::string& device, uint32_t world, 
   found.table = *near;
   found.table.name += std::string(", nearest: ") + near_device(near->device)->short_name;
   found.origin = "nearest";
-  // Linear layers as measured on this very device: a rank computes them alone, so with any number of ranks. Those of a near device say
-  // nothing, as its memory may be faster.
+  // Linear layers involve no other rank, so measurements of the same device with any number of ranks are valid.
+  // Measurements of a similar device are not: its memory bandwidth may differ.
   const auto alike = first([&](const Table& one) { return one.device == device; });
   const Node* const layers = alike == shipped.end() ? nullptr : alike->content.find("layers");
   auto& entries = found.table.content.entries;
@@ -236,8 +237,8 @@ std::string table_file_name(const std::string& device, uint32_t world) {
   return name + "_" + std::to_string(world) + kTableSuffix;
 }
 
-// As measured on two H200, where LL is faster up to 24 MiB, which is about one launch there. Where there are more ranks, each has a smaller
-// share of a slot: parts of 4 MiB take one launch with six.
+// Measured on two H200, where LL is faster up to 24 MiB, about one launch there. With more ranks each has a smaller
+// share of a slot: with six, shards of 4 MiB take one launch.
 std::vector<Row> rows_of_parts(const std::string& operation, uint32_t sm_count) {
   const uint32_t sms = std::max(1u, sm_count);
   const char* const name = operation.c_str();

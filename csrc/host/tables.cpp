@@ -17,10 +17,10 @@ using Names = std::vector<std::string>;
 
 constexpr uint64_t kMaxNumber = INT64_MAX;
 constexpr double kLongestUs = 1e9;
-constexpr size_t kLongestName = 80;  // that somebody may have meant by another
+constexpr size_t kLongestName = 80;  // longer names get no "did you mean"
 constexpr size_t kLongestProgram = 200;
 constexpr uint64_t kMaxProgramBlocks = 65535;
-constexpr uint64_t kMinChunkBytes = 16 * kKiB;  // smaller ones are bound by latency
+constexpr uint64_t kMinChunkBytes = 16 * kKiB;  // latency dominates below this size
 constexpr uint64_t kMaxNodes = 1 << 16;
 constexpr uint64_t kMaxNodeBytes = uint64_t{1} << 60;
 
@@ -43,7 +43,7 @@ Names operator+(Names some, const Names& more) {
   return some;
 }
 
-// Characters to change, insert or leave out for one name to become the other.
+// Edit distance: characters to change, insert or delete to turn one name into the other.
 size_t distance(const std::string& a, const std::string& b) {
   std::vector<size_t> row(b.size() + 1);
   for (size_t j = 0; j <= b.size(); ++j) row[j] = j;
@@ -57,7 +57,7 @@ size_t distance(const std::string& a, const std::string& b) {
   return row.back();
 }
 
-// " (did you mean ...?)", or nothing where no valid name is close.
+// " (did you mean ...?)" with the closest valid name, or "" if none is close.
 std::string guess(const std::string& name, const Names& valid) {
   if (name.empty() || name.size() > kLongestName || valid.empty()) return "";
   const auto closest = std::min_element(valid.begin(), valid.end(), [&](const std::string& a, const std::string& b) {
@@ -71,7 +71,7 @@ std::string guess(const std::string& name, const Names& valid) {
   throw FileError(name + " is " + shown(value) + "; it must be " + valid, value.line);
 }
 
-// A value that is one of some names.
+// Returns a value that must be one of `valid`.
 std::string known(const std::string& name, const Node& value, const Names& valid) {
   if (value.kind == Node::Kind::kWord && is_among(value.word, valid)) return value.word;
   throw FileError(name + " is " + shown(value) + guess(value.word, valid) + "; valid: " + joined(valid), value.line);
@@ -86,7 +86,7 @@ void require_keys(const Node& node, const Names& keys, const Names& optional) {
   if (!missing.empty()) throw FileError("it lacks " + joined(missing) + valid);
 }
 
-// That a mapping has the keys that it needs, and no others: a number under a misspelt key would not hold.
+// Requires `keys` and permits only `optional` besides: a value under a misspelt key would be ignored silently.
 void check_keys(const Node& node, const Names& keys, const Names& optional) {
   require_keys(node, keys, optional);
   const Names all = keys + optional;
@@ -98,7 +98,7 @@ void check_keys(const Node& node, const Names& keys, const Names& optional) {
   }
 }
 
-// A number under a key; 0 where there is no such key.
+// Number under a key; 0 if the key is absent.
 uint64_t number(const Node& node, const std::string& key, uint64_t least, uint64_t most, const std::string& valid,
                 uint64_t multiple = 1) {
   const Node* const value = node.find(key);
@@ -117,7 +117,7 @@ bool truth(const Node& node, const std::string& key) {
   refuse(key, value, "true or false");
 }
 
-// Microseconds, if there is such a key. A time that another was taken off can be negative.
+// Checks a time in microseconds, if present. May be negative: it can be a difference.
 void check_time(const Node& node, const std::string& key, const std::string& name) {
   const Node* const value = node.find(key);
   if (value == nullptr) return;
@@ -134,7 +134,7 @@ bool is_program(const Node* name) {
          std::all_of(word.begin() + kPrefix.size(), word.end(), is_of_name);
 }
 
-// That a mapping has some keys and no others.
+// Requires exactly `keys`.
 void require_exactly(const std::string& name, const Node& value, const Names& keys) {
   const bool has_keys = std::all_of(keys.begin(), keys.end(), [&](auto& key) { return value.find(key) != nullptr; });
   if (has_keys && value.entries.size() == keys.size()) return;
@@ -159,8 +159,7 @@ void check_figures(const Node& row, const std::string& operation) {
   check_time(*runner_up, "us", "us of runner_up");
 }
 
-// A row that names a program of llm_comm.dsl. Whether there is such a program, and whether it can be launched with so many blocks and
-// threads, is found out when a communicator is made.
+// Row of a DSL kernel. The communicator checks at its start that the kernel exists and supports the blocks and threads.
 Row row_of_program(const Node& node) {
   check_keys(node, {"operation", "up_to", "algorithm"}, Names{"protocol", "blocks", "threads"} + kFigures);
   const Node& operation = *node.find("operation");
@@ -192,7 +191,7 @@ Row row_of_algorithm(const Node& node) {
   require_keys(node, kOfEveryRow, kFigures);
   std::vector<uint32_t> left(algorithms().size());
   std::iota(left.begin(), left.end(), 0);
-  // Leaves the algorithms with the name that stands under a key.
+  // Keeps the algorithms whose name matches the value of `key`.
   const auto narrow = [&](const char* key, auto name_of) {
     const auto name_at = [&](uint32_t number) { return std::string(name_of(algorithms()[number])); };
     Names valid;
@@ -232,17 +231,17 @@ Row read_row(const Node& node) {
   return row;
 }
 
-// What rows that belong together, and so are sorted by size, have in common; and the size.
+// Group of a row and its size. Rows of one group must be sorted by size.
 struct Place {
   std::string of;
   uint64_t up_to;
-  bool may_repeat = false;  // a row of the same size may stand behind it
+  bool may_repeat = false;  // another row of the same size may follow
 };
 
 Place place_of(const Row& row) {
   if (!row.program.empty()) return {row.operation + " by programs", row.up_to};
   const AlgorithmInfo& info = *algorithms()[row.algorithm].info;
-  // Behind a row by the switch there may be another one, for where the switch is not used.
+  // A row of a switch algorithm may be followed by one of the same size, for systems without multicast.
   return {row.operation + (info.symmetric != 0 ? " of symmetric tensors" : ""), row.up_to, info.by_switch};
 }
 
@@ -288,7 +287,7 @@ Place check_row_of_nodes(const Node& node) {
   return {std::to_string(nodes) + " nodes", up_to};
 }
 
-// The list under a key. What is wrong with a row is said with its kind, number and line.
+// Reads the list under a key. Errors name the kind, number and line of the row.
 template <class Read>
 void read_rows(const Node& content, const char* key, const std::string& kind, const char* unit, Read read) {
   std::map<std::string, Place> before;
@@ -314,7 +313,7 @@ void read_rows(const Node& content, const char* key, const std::string& kind, co
   }
 }
 
-// A number, or one by operation.
+// Accepts one number or one number per operation.
 void check_min_symmetric(const Node& content) {
   const std::string key = "min_symmetric_bytes", valid = "a whole number of at least 0";
   const Node* const value = content.find(key);

@@ -1,6 +1,5 @@
-// Tuning tables: what a file says, read and checked once for Communicator and for the NCCL library.
-//
-// A face that cannot run a row (the NCCL library runs no fused operation, no program, nothing by the NVLink switch) leaves it out itself.
+// Reader of tuning tables, shared by Communicator and the NCCL library. Each user skips rows that it cannot run: the
+// NCCL library runs no fused operation, no DSL kernel and no switch algorithm.
 #pragma once
 
 #include <cstdint>
@@ -16,28 +15,29 @@ namespace llm_comm::host {
 inline constexpr uint64_t kKiB = 1024;
 inline constexpr uint64_t kMiB = 1024 * kKiB;
 
-// How messages of up to `up_to` bytes run; of an operation on parts, bytes of the largest part.
+// Algorithm and tuning parameters for messages of up to `up_to` bytes. For all_gather and reduce_scatter `up_to` bounds
+// the largest shard.
 struct Row {
   std::string operation;
   uint64_t up_to;
-  uint32_t algorithm;  // its number in the registry; of a row for a program 0
+  uint32_t algorithm;  // registry number; 0 for a DSL kernel
   Choice choice;
-  std::string program = {};  // of llm_comm.dsl, "dsl:NAME"; else empty
-  // Figures of the measurement, for people; null where there is none. Nothing is chosen by them.
+  std::string program = {};  // DSL kernel, "dsl:NAME"; else empty
+  // Measured times, for readers of the table; null if absent. The choice does not depend on them.
   Node us = {};
   Node runner_up = {};
 };
 
 struct Table {
   std::string name;
-  std::string device = {};  // by the driver's name
+  std::string device = {};  // name as the driver reports it
   uint64_t world = 0;
   uint64_t max_message_bytes = 0;
-  std::vector<Row> rows = {};  // those of one operation are sorted by size
-  Node content = {};  // all else that the file says, checked: limits, rows of linear layers and of several nodes
+  std::vector<Row> rows = {};  // rows of one operation are sorted by size
+  Node content = {};  // everything else of the file, checked: limits, rows of linear layers and of several nodes
 };
 
-// The table of a file, or of its text. Throws FileError, which says what would be valid.
+// Reads a table from a file or from text. Throws FileError with the valid alternatives.
 Table read_table(const std::string& path);
 Table parse_table(const std::string& name, std::string_view text);
 
@@ -45,9 +45,9 @@ struct EmbeddedTable {
   const char* name;
   const char* text;
 };
-// Made of configs/ by the build.
+// Tables of configs/, embedded by the build.
 const std::vector<EmbeddedTable>& embedded_tables();
-// The tables that come with llm_comm.
+// embedded_tables(), parsed.
 const std::vector<Table>& shipped_tables();
 
 }  // namespace llm_comm::host

@@ -1,4 +1,4 @@
-// Whether this process may write to its own memory.
+// Tests whether this process can write to an address of its own. The Python package checks CPU tensors with it.
 #pragma once
 
 #include <linux/futex.h>
@@ -11,12 +11,12 @@
 
 namespace llm_comm::host {
 
-// False where a store to the first or the last byte would end the process by SIGSEGV: a mapping that is read-only, or none. The
-// kernel of the operating system makes an atomic "or 0" there, which changes nothing. Where it knows no such call: true.
+// Returns false if a store to the first or the last byte would raise SIGSEGV. Lets the Linux kernel do an atomic "or 0"
+// at both (FUTEX_WAKE_OP), which changes nothing. Returns true where that call is unavailable.
 inline bool is_writable(uint64_t address, uint64_t bytes) noexcept {
   if (bytes == 0) return true;
   for (const uint64_t byte : {address, address + bytes - 1}) {
-    uint32_t unused = 0;  // nobody waits at it
+    uint32_t unused = 0;  // no thread waits on it
     const uint64_t word = byte & ~uint64_t{3};
     const long done = syscall(SYS_futex, &unused, FUTEX_WAKE_OP | FUTEX_PRIVATE_FLAG, 0, nullptr, word,
                               FUTEX_OP(FUTEX_OP_OR, 0, FUTEX_OP_CMP_EQ, 0));

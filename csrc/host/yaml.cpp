@@ -14,24 +14,24 @@ namespace llm_comm::host {
 namespace {
 
 constexpr int kMaxLevels = 16;
-constexpr size_t kMaxFileBytes = 128 << 10;  // files of this package have a few KiB
+constexpr size_t kMaxFileBytes = 128 << 10;  // the package's own files have a few KiB
 constexpr size_t kMostOfAValue = 120;
 constexpr size_t kMostOfAToken = 40;
 constexpr std::string_view kFlow = ",[]{}";
 constexpr std::string_view kByteOrderMark = "\xef\xbb\xbf";
 
 bool is_in(char character, std::string_view some) { return some.find(character) != std::string_view::npos; }
-// At the end of the text a reader sees '\0', which is no character of it.
+// Includes '\0', which peek() returns at the end of the text.
 bool is_blank(char character) { return is_in(character, std::string_view(" \t\r\n\0", 5)); }
 
 bool is_character(uint32_t code) {
   const bool is_control = (code < 0x20 && code != '\t' && code != '\n') || (code >= 0x7f && code < 0xa0);
-  // To YAML, U+2028 and U+2029 are ends of lines.
+  // YAML treats U+2028 and U+2029 as line breaks.
   const bool is_surrogate = code >= 0xd800 && code <= 0xdfff;
   return !is_control && !is_surrogate && code != 0x2028 && code != 0x2029 && code <= 0x10ffff;
 }
 
-// The character at the begin of a text, and its bytes; 0 bytes where it is none of UTF-8.
+// First character of a text and its length in bytes; length 0 if it is invalid UTF-8.
 std::pair<uint32_t, size_t> first_character(std::string_view text) {
   const auto byte = static_cast<unsigned char>(text[0]);
   if (byte < 0x80) return {byte, 1};
@@ -86,9 +86,9 @@ class Reader {
   char peek(size_t ahead = 0) const { return pos_ + ahead < text_.size() ? text_[pos_ + ahead] : '\0'; }
   bool at_line_end() const { return at_end() || peek() == '\n'; }
   int column() const { return static_cast<int>(pos_ - line_start_); }
-  // Whether it begins an entry of a list.
+  // True at an entry of a block list.
   bool is_dash() const { return peek() == '-' && is_blank(peek(1)); }
-  // Whether a document begins or ends here.
+  // True at a document marker.
   bool is_marker() const {
     const std::string_view marker = text_.substr(pos_, 3);
     return column() == 0 && (marker == "---" || marker == "...") && is_blank(peek(3));
@@ -102,7 +102,7 @@ class Reader {
     while (is_in(peek(), " \t\r")) ++pos_;
   }
 
-  // To what comes next, over lines and comments.
+  // Skips white space, line ends and comments.
   void skip() {
     const bool is_first = pos_ == 0;
     for (;; ++pos_) {
@@ -119,13 +119,13 @@ class Reader {
     if (!is_first && !at_end() && is_marker()) fail("a second document begins; there may be one, without ...");
   }
 
-  // Whether what was read is a key: its colon is next.
+  // True if the scalar just read is a key: its colon follows.
   bool is_key() {
     skip_spaces();
     return peek() == ':' && is_blank(peek(1));
   }
 
-  // What begins here, in lines.
+  // Parses a value in block style.
   Node block(int level) {
     if (is_dash()) return list(level);
     if (is_in(peek(), "[{")) {
@@ -183,7 +183,7 @@ class Reader {
     return found;
   }
 
-  // What begins here, in braces.
+  // Parses a value in flow style.
   Node flow(int level) {
     if (peek() == '{') return flow_mapping(level);
     if (peek() == '[') return flow_list(level);
@@ -260,7 +260,7 @@ class Reader {
     return found;
   }
 
-  // A word without quotes, as far as its line goes.
+  // Plain scalar; ends at the end of its line at the latest.
   std::string plain(bool in_flow) {
     const size_t begin = pos_;
     for (; !at_line_end(); ++pos_) {
@@ -288,7 +288,7 @@ class Reader {
     return found;
   }
 
-  // What stands for itself behind a backslash, or the tab.
+  // Value of an escape sequence.
   char escaped() const {
     if (!is_in(peek(), "t\"/\\ ")) fail(std::string("\\") + peek() + " is not allowed in quotes");
     return peek() == 't' ? '\t' : peek();
@@ -333,7 +333,7 @@ std::optional<double> Node::number() const {
   const auto [last, error] = std::from_chars(word.data(), end, found);
   const bool is_number = error == std::errc() && last == end && word.find_first_of("0123456789") < 2;
   if (kind != Kind::kWord || is_quoted || !is_number) return std::nullopt;
-  // YAML has a dot in all numbers that are not whole.
+  // YAML numbers that are not whole have a dot.
   return word.find_first_not_of("-0123456789") == std::string::npos || is_in('.', word) ? std::optional(found)
                                                                                         : std::nullopt;
 }
@@ -348,7 +348,7 @@ std::string read_file(const std::string& path) {
   if (path.find('\0') != std::string::npos) throw FileError("the name of a file has no NUL");
   struct stat status{};
   if (stat(path.c_str(), &status) != 0) throw FileError(std::strerror(errno));
-  // A pipe or terminal would be waited for, and has nothing for the second rank that reads it.
+  // A pipe or terminal would block, and its data would be gone for the second rank that reads it.
   if (!S_ISREG(status.st_mode)) throw FileError("it is no ordinary file");
   std::ifstream file(path, std::ios::binary);
   if (!file) throw FileError(std::strerror(errno));
@@ -366,7 +366,7 @@ std::string shown(const Node& node) { return node.is_null() ? "null" : shortened
 std::string shortened(std::string text, size_t most) {
   if (text.size() <= most) return text;
   const std::string length = std::to_string(text.size());
-  while (most > 0 && (static_cast<unsigned char>(text[most]) & 0xc0) == 0x80) --most;  // no part of a character
+  while (most > 0 && (static_cast<unsigned char>(text[most]) & 0xc0) == 0x80) --most;  // do not cut a UTF-8 character
   text.resize(most);
   return text + "... (" + length + " bytes)";
 }

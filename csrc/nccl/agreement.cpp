@@ -13,7 +13,7 @@ namespace llm_comm::nccl {
 
 namespace {
 
-// Texts are cut, so that an entry is a message that the meeting place takes.
+// Texts are cut so that an entry fits a message of the hub.
 std::string_view cut(const std::string& text) { return std::string_view(text).substr(0, 400); }
 
 std::string of_rank(size_t rank, const std::string& text) { return "rank " + std::to_string(rank) + ": " + text; }
@@ -97,7 +97,7 @@ std::string host_identity() {
   gethostname(host, sizeof(host) - 1);
   struct stat network{};
   stat("/proc/self/ns/net", &network);
-  // A container has the boot of its host, and a host name that need not be that of its neighbours.
+  // A container has the boot id of its host. Its host name need not be that of its neighbours, so it is not used.
   return boot.empty() ? std::string(host) : boot + " " + std::to_string(network.st_ino);
 }
 

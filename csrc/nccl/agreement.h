@@ -1,4 +1,5 @@
-// What the ranks of a communicator tell each other at first, and what follows from it: the same on all.
+// First exchange of a communicator's ranks, and the decisions that follow from it, the same on all ranks. Used by
+// Communicator::set_up().
 #pragma once
 
 #include <string>
@@ -9,13 +10,13 @@
 namespace llm_comm::nccl {
 
 struct Entry {
-  std::string host;     // alike for processes that reach each other's memory
-  std::string name;     // of its socket for descriptors
-  std::string device;   // as tuning tables have it
+  std::string host;     // equal for processes that can share memory
+  std::string name;     // of its socket for file descriptors
+  std::string device;   // as named in tuning tables
   std::string uuid;     // of its GPU; "": emulated
-  std::string options;  // what has to be alike
+  std::string options;  // options that must agree
   std::string table;
-  std::string objection;  // why this rank cannot be set up, or nothing
+  std::string objection;  // why this rank cannot be set up; empty if it can
   uint32_t sm_count = 0;
   uint32_t max_cluster = 0;
   uint32_t compute_capability = 0;
@@ -24,20 +25,21 @@ struct Entry {
   bool has_real_library = false;
 
   std::string bytes() const;
-  // Throws std::invalid_argument for what no rank writes.
+  // Throws std::invalid_argument for bytes that no rank writes.
   static Entry from(const std::string& bytes);
 };
 
 struct Agreement {
   bool uses_real_library = false;
-  std::string why_not_served;  // or nothing
-  Limits limits{};             // of all ranks' devices; no bytes of a workspace
+  std::string why_not_served;  // empty if llm_comm serves the communicator
+  Limits limits{};             // minimum over the ranks' devices; without workspace sizes
 };
 
-// `is_offered_real`: who made the id had a library behind this one, too. Throws Failure where there can be no communicator.
+// `is_offered_real`: the process that made the id has a real NCCL library too. Throws Failure if no communicator is
+// possible.
 Agreement agree(const std::vector<Entry>& entries, bool is_offered_real);
 
-// Of this process: boot and network namespace, in which abstract sockets are found.
+// Identity of this host: boot id and network namespace, within which abstract sockets are found.
 std::string host_identity();
 
 }  // namespace llm_comm::nccl

@@ -1,5 +1,4 @@
-// The functions that the library exports: NCCL's C API, and its names for profilers (pnccl...), which are the same functions. No
-// exception gets out of here.
+// Exported functions: NCCL's C API, and its aliases for profilers (pnccl...). No exception leaves this file.
 #include "nccl/nccl_api.h"
 
 #include <exception>
@@ -26,7 +25,7 @@ ncclResult_t failed(ncclResult_t result, const char* text) noexcept {
     note_failure(result);
     warn(text);
   } catch (...) {
-    // There is no memory to say it.
+    // Out of memory: the error cannot be reported.
   }
   return result;
 }
@@ -46,7 +45,8 @@ ncclResult_t guarded(Step step) noexcept {
   }
 }
 
-// A communicator without one of the real library must not get there.
+// Throws if `comm` is a communicator of ours without a real NCCL communicator: the real library must not get its
+// handle.
 void check_is_real(ncclComm_t comm, const char* name) {
   const auto communicator = find(comm);
   if (communicator == nullptr || communicator->uses_real_library()) return;
@@ -69,13 +69,13 @@ Result forward(Result (*RealFunctions::*function)(Parameters...), const char* na
     return call_real(function, name, arguments...);
   } else {
     const Result result = call_real(function, name, arguments...);
-    // What went wrong that library has to say, not this one.
+    // The real library's own last error applies, not an older one of this library.
     if (result != ncclSuccess && result != ncclInProgress) set_last_error("");
     return result;
   }
 }
 
-// `forward` for arguments in parentheses, as functions.def has them.
+// `forward` for arguments in parentheses, as functions.def writes them.
 template <class Function>
 struct Forwarding {
   Function function;
@@ -86,7 +86,7 @@ struct Forwarding {
   }
 };
 
-// A function that returns no ncclResult_t cannot say that it failed: it returns zeros, and there is a warning.
+// A function that does not return ncclResult_t cannot report a failure. It returns zeros and a warning is logged.
 template <class Value>
 Value forwarded(Value (*)(), auto step) noexcept {
   if constexpr (std::is_same_v<Value, ncclResult_t>) {
@@ -138,7 +138,7 @@ const char* last_error_of(ncclComm_t comm) noexcept {
       return real.functions().GetLastError(comm);
     }
   } catch (...) {
-    // What this thread has of before is all that there is.
+    // Keeps the last error of this thread.
   }
   return last_error();
 }
@@ -176,5 +176,5 @@ LLM_COMM_NCCL_ALIAS(const char*, GetErrorString, (ncclResult_t result))
 LLM_COMM_NCCL_EXPORT const char* ncclGetLastError(ncclComm_t comm) { return last_error_of(comm); }
 LLM_COMM_NCCL_ALIAS(const char*, GetLastError, (ncclComm_t comm))
 
-// Exported by NCCL 2.28 to 2.32 beside ncclResetDebugInit, without a prototype in nccl.h.
+// NCCL 2.28 to 2.32 exports it beside ncclResetDebugInit, without a prototype in nccl.h.
 LLM_COMM_NCCL_EXPORT void ncclResetDebugInitInternal() { ncclResetDebugInit(); }

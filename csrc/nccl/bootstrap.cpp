@@ -17,7 +17,7 @@ namespace llm_comm::nccl {
 
 namespace {
 
-// Between two hellos to a hub that does not answer.
+// Pause between two hellos to a hub that does not answer.
 constexpr std::chrono::milliseconds kFirstPause(1);
 constexpr std::chrono::milliseconds kLongestPause(1000);
 
@@ -53,7 +53,7 @@ bool Bootstrap::say_hello(const MeetingPlace& place, const std::string& where, c
   }
   if (error != 0) {
     objection = std::strerror(error);
-    // A flood fills the queue of the hub, and from this host takes the ports.
+    // Temporary errors: a flood of connections fills the hub's queue, or uses up the ports of this host.
     if (error == ETIMEDOUT || error == ECONNRESET || error == EAGAIN || error == EADDRNOTAVAIL) return false;
     throw Failure(ncclSystemError, where + ": " + objection);
   }

@@ -1,4 +1,4 @@
-// A rank's connection to the meeting place of its communicator.
+// Bootstrap: a rank's connection to the hub of its communicator (hub.h), over which the ranks exchange messages.
 #pragma once
 
 #include <optional>
@@ -13,27 +13,28 @@ namespace llm_comm::nccl {
 
 class Bootstrap {
  public:
-  // Returns when all ranks have come. Throws Failure where they do not within the limit. A hub that is flooded by others may drop a
-  // rank that it does not know yet: the rank says hello again until the hub knows it.
+  // Returns when all ranks have connected. Throws Failure if they do not within the limit. A hub that is flooded by
+  // others may drop an unknown connection, so the rank repeats its hello until the hub answers.
   Bootstrap(const MeetingPlace& place, int rank, int world, double limit_s);
 
   int rank() const { return rank_; }
   int world() const { return world_; }
   const Secret& secret() const { return secret_; }
-  // Of the library behind this one, made by whoever made the id; nothing where he had none.
+  // Id of the real NCCL library, from the process that made our id; empty if it has no such library.
   const std::optional<ncclUniqueId>& real_id() const { return real_id_; }
 
-  // The messages of all ranks, by rank. Collective. Throws Failure where a rank is lost or does not come within the limit, and
-  // std::invalid_argument for a message above kMaxMessageBytes. After a Failure all further exchanges fail at once: a late answer would
-  // be taken for that of the next one.
+  // Returns the messages of all ranks, by rank. Collective. Throws Failure if a rank is lost or late, and
+  // std::invalid_argument for a message above kMaxMessageBytes. After a Failure all further exchanges fail at once: a
+  // late answer would otherwise be taken for one of the next exchange.
   std::vector<std::string> exchange(std::string_view message);
 
-  // Makes an exchange that waits, and all later ones, fail. From any thread.
+  // Makes a waiting exchange and all later ones fail. Thread-safe.
   void interrupt() noexcept;
-  // Becomes readable, outside of exchanges, when a rank has left or is lost.
+  // Readable, outside of exchanges, when a rank has left or is lost.
   int socket() const { return socket_.fd(); }
 
-  // Runs a step that may fail on one rank: then it has failed on all, which throw Failure with what the first of them said.
+  // Runs a step that may fail on one rank. If it failed anywhere, all ranks throw Failure with the first rank's
+  // message.
   template <class Step>
   void attempt(const char* what, Step step) {
     std::string objection;
@@ -47,7 +48,7 @@ class Bootstrap {
   }
 
  private:
-  // Whether the hub knows this rank; where it has not answered, `objection` says why.
+  // Returns true if the hub accepts this rank. If it did not answer, `objection` says why.
   bool say_hello(const MeetingPlace& place, const std::string& where, const Deadline& deadline, std::string& objection);
   std::vector<std::string> exchange_until(const Deadline& deadline, std::string_view message);
   void agree(const char* what, std::string objection);

@@ -20,7 +20,7 @@ namespace llm_comm::nccl {
 
 namespace {
 
-// Programs have few kinds of calls; one that has more prepares some anew now and then.
+// Bound of prepared_. Programs have few kinds of calls; one with more prepares some of them again.
 constexpr size_t kMostPrepared = 4096;
 
 std::string describe(const host::OperationError& error) {
@@ -38,11 +38,11 @@ std::string describe(const Message& message) {
          std::to_string(message.type);
 }
 
-// Of all communicators, for the end of the process.
+// Totals of all communicators, for the report at exit.
 std::atomic<uint64_t> served_by_all = 0;
 std::atomic<uint64_t> forwarded_by_all = 0;
 void tell_at_exit() {
-  // Not of the many processes that have the library preloaded and use no NCCL.
+  // No report from the many processes that have the library preloaded and do not use NCCL.
   if (served_by_all == 0 && forwarded_by_all == 0) return;
   inform("at exit: " + std::to_string(served_by_all) + " calls by llm_comm, " + std::to_string(forwarded_by_all) +
          " by the NCCL library");
@@ -53,7 +53,7 @@ void tell_at_exit() {
 
 struct Communicator::Prepared {
   Decision decision;
-  std::unique_ptr<host::PreparedCall> call;  // made by the first call that runs
+  std::unique_ptr<host::PreparedCall> call;  // created by the first call that runs
 };
 
 size_t Communicator::MessageHash::operator()(const Message& message) const {
@@ -74,7 +74,7 @@ std::shared_ptr<Communicator> Communicator::connect(const MeetingPlace& place, i
 std::shared_ptr<Communicator> Communicator::split(int color, int key) {
   const auto own = Writer().number(static_cast<uint64_t>(color)).number(static_cast<uint64_t>(key)).bytes();
   const std::vector<std::string> all = bootstrap_.exchange(own);
-  // (key, rank) of those with the same color.
+  // (key, rank) of the ranks with the same color.
   std::vector<std::pair<int, int>> members;
   for (int rank = 0; rank < world(); ++rank) {
     Reader reader(all[static_cast<size_t>(rank)]);
@@ -83,7 +83,8 @@ std::shared_ptr<Communicator> Communicator::split(int color, int key) {
     if (of == color) members.emplace_back(key_of, rank);
   }
   std::sort(members.begin(), members.end());
-  // The first of each new communicator says where its ranks meet. Whoever cannot says nothing, which all of it see.
+  // The first rank of each new communicator opens its hub. If it cannot, it sends an empty message, which all its ranks
+  // see.
   std::string invitation;
   const bool is_host = color >= 0 && members.front().second == rank();
   if (is_host) {
@@ -154,7 +155,8 @@ void Communicator::set_up(bool is_offered_real) {
     try {
       set_up_core(*exchange, names, std::move(table), agreement.limits);
     } catch (const Failure& failure) {
-      // The same on all ranks; a rank that is lost is lost for the other library too.
+      // ncclSystemError is the same on all ranks. A lost rank is lost for the real library too, so other failures are
+      // thrown.
       if (failure.result() != ncclSystemError || !uses_real_library_) throw;
       why_not_served_ = failure.what();
       watch_.reset();
@@ -218,7 +220,7 @@ void Communicator::run(const Message& message, const void* send, void* recv, uin
     return;
   }
   const std::shared_ptr<Prepared> one = prepared(message);
-  // What is sent by a rank that sends nothing in a broadcast may be no address at all.
+  // In a broadcast the send buffer of a rank other than the root may be an invalid address.
   const void* const from = message.operation == Operation::kBroadcast && message.root != rank() ? recv : send;
   const uint64_t buffers[kMaxBuffers] = {reinterpret_cast<uint64_t>(from), reinterpret_cast<uint64_t>(recv)};
   try {
@@ -231,7 +233,7 @@ void Communicator::run(const Message& message, const void* send, void* recv, uin
     }
     if (one->call->run(buffers, stream) != host::Outcome::kFailed) return;
   } catch (const std::exception& error) {
-    // Others may have launched theirs, which this rank will not join.
+    // Other ranks may have launched the call, which this rank does not join.
     end(std::string(name_of(message.operation)) + " could not be launched: " + error.what());
   }
   const ncclResult_t result = async_error(text);

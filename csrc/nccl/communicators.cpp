@@ -15,12 +15,12 @@ namespace {
 struct Map {
   std::shared_mutex mutex;
   std::unordered_map<ncclComm_t, std::shared_ptr<Communicator>> communicators;
-  const Map* inherited = nullptr;  // that of the process that this one was forked from
+  const Map* inherited = nullptr;  // map of the process that this one was forked from
 };
 
-// Never destroyed: what runs at the end of a process may still ask. A process that was forked has none of the threads, nor the GPU's
-// context: it begins with nothing, and leaves what it inherited alone. No thread is within the map when a process forks, so that the
-// child can tell what it has inherited.
+// Never destroyed, because exit handlers may still use it. A forked process has neither the threads nor the GPU's
+// context. It starts with an empty map and does not touch the inherited one. The fork handler holds the lock while a
+// process forks, so the child can read the inherited map.
 Map* map_of_process = new Map;
 [[maybe_unused]] const int at_fork =
     pthread_atfork([] { map_of_process->mutex.lock(); }, [] { map_of_process->mutex.unlock(); },
@@ -30,7 +30,8 @@ Map* map_of_process = new Map;
                      map_of_process = own;
                    });
 
-// Of a handle that the map of this process does not have. The NCCL library must not get one that was inherited either.
+// Throws if a handle that is not in this process's map is inherited. The real NCCL library must not get such a handle
+// either.
 void check_not_inherited(ncclComm_t handle) {
   for (const Map* map = map_of_process->inherited; map != nullptr; map = map->inherited) {
     if (map->communicators.count(handle) == 0) continue;

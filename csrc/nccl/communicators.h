@@ -1,5 +1,5 @@
-// Our communicator beside a handle of the API. Where there is a real library the handle is that library's, so that functions which are
-// not known here take it too; else it is made of ours.
+// Map from handles of the API to our communicators. With a real NCCL library the handle is that library's, so that its
+// other functions accept it too. Without one the handle is the address of our communicator.
 #pragma once
 
 #include <memory>
@@ -8,11 +8,11 @@
 
 namespace llm_comm::nccl {
 
-// Nothing where the handle is the real library's alone, or of nobody. Throws Failure (ncclInvalidUsage) where it was made by a process
-// that has forked this one.
+// nullptr if only the real library knows the handle, or nobody. Throws Failure (ncclInvalidUsage) if the handle was
+// created before this process was forked.
 std::shared_ptr<Communicator> find(ncclComm_t handle);
 void add(ncclComm_t handle, std::shared_ptr<Communicator> communicator);
-// Returns what was there; as find().
+// Removes and returns the communicator, as find().
 std::shared_ptr<Communicator> remove(ncclComm_t handle);
 
 }  // namespace llm_comm::nccl

@@ -20,14 +20,14 @@ namespace {
 
 constexpr const char* kWhat = "exchange of the descriptors of workspaces";
 constexpr char kAnswer = '+';
-// Pause before another attempt to connect to a peer whose queue is full, or that has cut the connection.
+// Pause before the next attempt to connect to a peer whose queue is full or that cut the connection.
 constexpr int kRetryMilliseconds = 5;
-// Connections that have sent nothing yet. A rank connects again where it was dropped.
+// Maximum connections that have sent nothing. A rank whose connection is dropped connects again.
 constexpr size_t kMostSilent = 64;
 constexpr int kAcceptedAtOnce = 128;
 constexpr size_t kMostDescriptors = 2;
 
-// What a rank sends, in one message with its descriptors: the workspace, then the process.
+// Message of a rank, sent together with its descriptors: the workspace, then the process.
 struct Letter {
   Secret secret;
   int32_t rank;
@@ -38,7 +38,7 @@ struct Letter {
 socklen_t address_of(const std::string& name, sockaddr_un& address) {
   address = {};
   address.sun_family = AF_UNIX;
-  // Abstract, which the byte before it says: nothing is left behind in the file system, whatever becomes of the process.
+  // Abstract address: the leading zero byte says so. Nothing remains in the file system when the process dies.
   std::memcpy(address.sun_path + 1, name.data(), std::min(name.size(), sizeof(address.sun_path) - 1));
   return static_cast<socklen_t>(offsetof(sockaddr_un, sun_path) + 1 + name.size());
 }
@@ -51,7 +51,7 @@ Descriptor open_own_process() {
 #endif
 }
 
-// The process at the other end, as this one sees it: when it connected or began to listen.
+// Process at the other end, in this process's PID namespace, as of its connect() or listen().
 ucred peer_of(int socket) {
   ucred who{};
   socklen_t length = sizeof(who);
@@ -104,7 +104,7 @@ std::vector<Descriptor> descriptors_of(msghdr& header) {
   return all;
 }
 
-// One run of an exchange. This rank sends to its peers one after the other, and meanwhile takes what they send.
+// One run of an exchange. This rank sends to its peers one after the other and meanwhile receives from them.
 class Run {
  public:
   Run(int rank, const std::vector<std::string>& names, const Secret& secret, int workspace, int server,
@@ -158,13 +158,13 @@ class Run {
     if (polls[1].revents != 0) accept_some();
   }
 
-  // ---- To the peers ----
+  // ---- Sending to the peers ----
 
   void skip_this_rank() {
     if (next_ == static_cast<size_t>(rank_)) ++next_;
   }
 
-  // Connects and sends, or leaves it to a later attempt.
+  // Connects and sends. If that fails temporarily, a later call tries again.
   void call() {
     const std::string of_peer = std::string(kWhat) + ": rank " + std::to_string(next_);
     Descriptor to(socket(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC | SOCK_NONBLOCK, 0));
@@ -172,7 +172,7 @@ class Run {
     sockaddr_un address;
     const socklen_t length = address_of(names_[next_], address);
     if (connect(to.fd(), reinterpret_cast<sockaddr*>(&address), length) != 0) {
-      if (errno == EAGAIN || errno == EINTR) return;  // its queue is full
+      if (errno == EAGAIN || errno == EINTR) return;  // the peer's queue is full
       fail_with_errno(of_peer + " takes no connection, because it has given up or is lost");
     }
     const uid_t owner = peer_of(to.fd()).uid;
@@ -189,12 +189,12 @@ class Run {
     const ssize_t got = recv(outgoing_.fd(), &answer, 1, MSG_DONTWAIT);
     if (got < 0 && (errno == EAGAIN || errno == EINTR)) return;
     outgoing_ = Descriptor();
-    if (got != 1 || answer != kAnswer) return;  // cut off: call() is next
+    if (got != 1 || answer != kAnswer) return;  // the connection was cut: call() tries again
     ++next_;
     skip_this_rank();
   }
 
-  // ---- From the peers, and from anybody ----
+  // ---- Receiving from the peers, or from unknown processes ----
 
   void accept_some() {
     for (int i = 0; i < kAcceptedAtOnce; ++i) {
@@ -215,14 +215,14 @@ class Run {
     silent_.push_back(std::move(from));
   }
 
-  // Makes room. Whether there was anybody to drop.
+  // Drops connections that have sent nothing. Returns whether there were any.
   bool drop_silent() {
     const bool was_one = !silent_.empty();
     silent_.clear();
     return was_one;
   }
 
-  // Whether anything has come, or the connection is closed. Takes what a rank has sent and answers.
+  // Receives a rank's message and answers it. Returns true if anything arrived or the connection is closed.
   bool has_spoken(int from) {
     Letter letter;
     Mail mail(letter);
@@ -237,18 +237,18 @@ class Run {
     if (letter.rank < 0 || of >= has_come_.size() || has_come_[of]) return true;
     const size_t announced = (letter.has_workspace != 0 ? 1u : 0u) + (letter.has_process != 0 ? 1u : 0u);
     if (descriptors.size() != announced) {
-      // The rank sends again, because it gets no answer.
+      // Without an answer the rank sends again.
       if ((mail.header.msg_flags & MSG_CTRUNC) == 0 || drop_silent()) return true;
       throw Failure(ncclSystemError,
                     std::string(kWhat) + ": no room for those of rank " + std::to_string(of) + ": raise RLIMIT_NOFILE");
     }
     if (letter.has_workspace != 0) received_.workspaces[of] = std::move(descriptors.front());
-    // Ranks of one process need no watch.
+    // Ranks of this process need no watch.
     if (letter.has_process != 0 && peer_of(from).pid != getpid()) {
       received_.processes[of] = std::move(descriptors.back());
     }
     has_come_[of] = true;
-    (void)!send(from, &kAnswer, 1, MSG_NOSIGNAL | MSG_DONTWAIT);  // a rank that has given up says so in the vote
+    (void)!send(from, &kAnswer, 1, MSG_NOSIGNAL | MSG_DONTWAIT);  // a rank that has given up reports it in the vote
     return true;
   }
 
@@ -259,9 +259,9 @@ class Run {
   Deadline deadline_;
   Descriptor process_;
   Letter letter_;
-  std::vector<int> descriptors_;  // of this rank
-  size_t next_ = 0;               // the peer that is sent to
-  Descriptor outgoing_;           // waits for its answer
+  std::vector<int> descriptors_;  // to be sent
+  size_t next_ = 0;               // peer to send to
+  Descriptor outgoing_;           // connection that waits for its answer
   std::vector<Descriptor> silent_;
   std::vector<bool> has_come_;
   DescriptorExchange::Result received_;

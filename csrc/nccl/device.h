@@ -1,5 +1,5 @@
-// What the library asks of its GPUs, or of emulated ones: cuda/device.cpp, which is in the library of CUDA kernels, and
-// emulated/device.cpp.
+// Device functions of the NCCL library, for GPUs (cuda/device.cpp, in the library of CUDA kernels) or emulated GPUs
+// (emulated/device.cpp). All functions throw std::runtime_error.
 #pragma once
 
 #include <functional>
@@ -10,17 +10,18 @@
 
 namespace llm_comm::nccl {
 
-// Those of GPUs are in another library than what asks for them.
+// The GPU version is in another shared library than its callers.
 #pragma GCC visibility push(default)
 
-// Whether there may be an NCCL library that takes these devices' pointers and streams.
+// True if a real NCCL library can exist that accepts these devices' pointers and streams.
 extern const bool kHasRealNccl;
-// Whether a call returns only when it has ended on all ranks: then communicators of one thread need threads of their own.
+// True if a call returns only after it has ended on all ranks. Communicators of one thread then need threads of their
+// own.
 extern const bool kCallsAreSynchronous;
 
 struct DeviceInfo {
-  std::string name;  // as tuning tables have it
-  std::string uuid;  // the same for all ranks that use one GPU
+  std::string name;  // as named in tuning tables
+  std::string uuid;  // equal for ranks that share a GPU
   uint32_t sm_count;
   uint32_t max_cluster;
   uint32_t compute_capability;
@@ -31,7 +32,7 @@ int device_count();
 DeviceInfo describe_device(int device);
 std::unique_ptr<host::Core> make_core(const host::CoreOptions& options, int device);
 
-// For a scope, in this thread.
+// Makes a device current in this thread for a scope.
 class CurrentDevice {
  public:
   explicit CurrentDevice(int device);
@@ -43,15 +44,14 @@ class CurrentDevice {
   int previous_;
 };
 
-// What `step` asks of the device is no part of a capture, and ends none, whichever stream is captured.
+// Runs `step` so that its device calls neither join nor invalidate a stream capture.
 void run_beside_captures(const std::function<void()>& step);
 
-// Behind what the stream holds.
+// Enqueues a copy on the stream.
 void copy(void* to, const void* from, size_t bytes, uint64_t stream);
 void* allocate(size_t bytes);
 void release(void* memory);
 
 #pragma GCC visibility pop
 
-// All throw std::runtime_error.
 }  // namespace llm_comm::nccl

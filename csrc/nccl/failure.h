@@ -1,4 +1,4 @@
-// An error on its way to the C API, with what that returns.
+// Failure: an exception with the ncclResult_t that the C API returns for it.
 #pragma once
 
 #include <stdexcept>

@@ -26,14 +26,14 @@ struct Group {
 
 thread_local Group group_of_thread;
 
-// What a group holds when a process forks is for the parent to run. The child's copies are never destroyed.
+// A group that is open at a fork belongs to the parent. The child never destroys its copies.
 [[maybe_unused]] const int at_fork = pthread_atfork(nullptr, nullptr, [] {
   static auto* const inherited = new std::vector<Group>;
   inherited->push_back(std::move(group_of_thread));
   group_of_thread = {};
 });
 
-// The result of a thread of its own, and what it had to say.
+// Result and message of a job that ran in a thread.
 struct Outcome {
   ncclResult_t result = ncclSuccess;
   std::string text;
@@ -60,7 +60,7 @@ ncclResult_t run(const QueuedCall& call) {
   return ncclSuccess;
 }
 
-// What is queued for each communicator, in its order. What is queued for none is a list of its own.
+// Groups the queue by communicator, in order. Entries without a communicator get a list each.
 template <class Queued>
 std::vector<std::vector<Queued>> by_communicator(std::vector<Queued> queued) {
   std::vector<std::vector<Queued>> lists;
@@ -76,8 +76,8 @@ std::vector<std::vector<Queued>> by_communicator(std::vector<Queued> queued) {
   return lists;
 }
 
-// All lists at once, each in a thread of its own, to their ends: other ranks go on after a failure of this one. Throws the first
-// failure; returns ncclInProgress where a step did.
+// Runs all lists concurrently, each in its own thread and to its end: other ranks continue after a failure of this one.
+// Throws the first failure. Returns ncclInProgress if a step did.
 template <class Queued>
 ncclResult_t run_together(const std::vector<std::vector<Queued>>& lists) {
   std::vector<std::vector<Outcome>> outcomes_of_lists(lists.size());
@@ -109,8 +109,9 @@ void run_calls(std::vector<QueuedCall> calls) {
     run_together(lists);
     return;
   }
-  // The first of all, then the second of all: a stream takes a limited number of launches before it makes the host wait, and those of
-  // one communicator end only when the others have launched theirs.
+  // Launches the first call of every communicator, then the second ones, and so on. A stream accepts a limited number
+  // of launches before it blocks the host. Launches of one communicator end only after the other ranks have launched
+  // theirs.
   size_t longest = 0;
   for (const auto& list : lists) longest = std::max(longest, list.size());
   for (size_t i = 0; i < longest; ++i) {
@@ -138,11 +139,11 @@ ncclResult_t end_group() {
     return ncclSuccess;
   }
   Group group = take_outermost("ncclGroupEnd");
-  // The real library's group ends in any case: else its calls of later groups would be in this one.
+  // The real library's group is ended in any case: later groups' calls would join it otherwise.
   Outcome own = outcome_of([&] {
     if (group.result != ncclSuccess) return group.result;
-    // In threads even where there is one: this one may be in a group of the real library, and what a job asks of that library must have
-    // happened when the job returns.
+    // Runs jobs in threads, even a single one. This thread may be in a group of the real library, but what a job asks
+    // of that library must be complete when the job returns.
     const ncclResult_t result = run_together(by_communicator(std::move(group.jobs)));
     run_calls(std::move(group.calls));
     return result;

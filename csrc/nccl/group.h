@@ -1,5 +1,6 @@
-// Calls between ncclGroupStart() and ncclGroupEnd() of a thread: what is served here waits until the end, what is not goes to the real
-// library at once, in a group of its own there. So communicators of one thread do not wait for each other.
+// Calls between ncclGroupStart() and ncclGroupEnd() of a thread. Calls served by llm_comm are queued until the end.
+// Other calls go to the real NCCL library at once, inside a group of that library. So communicators of one thread do
+// not block each other.
 #pragma once
 
 #include <functional>
@@ -9,13 +10,13 @@
 
 namespace llm_comm::nccl {
 
-// Makes communicators, and may wait for other ranks. What it throws or returns is the group's result.
+// Creates communicators; may wait for other ranks. Its result or exception is the group's result.
 using Job = std::function<ncclResult_t()>;
 
 struct QueuedJob {
   Job job;
-  int device;  // current while it runs
-  // Over whose ranks it makes one, or none. The jobs of one communicator run in their order, as on all of its ranks.
+  int device;  // made current while the job runs
+  // Parent whose ranks the job uses, or nullptr. Jobs of one parent run in order, as on all of its ranks.
   std::shared_ptr<Communicator> communicator = nullptr;
 };
 
@@ -29,17 +30,17 @@ struct QueuedCall {
 
 bool is_in_group();
 void begin_group();
-// Runs what the group holds, if it is the outermost. Throws Failure for an end without its beginning.
+// Ends a group; the outermost one runs its content. Throws Failure if there is no group.
 ncclResult_t end_group();
-// Ends it and runs nothing.
+// Ends a group without running its content.
 ncclResult_t simulate_end_of_group(ncclSimInfo_t* info);
 
-// Now, or at the end of the group.
+// Run the job or call now, or queue it if a group is open.
 ncclResult_t run_or_queue(QueuedJob job);
 ncclResult_t run_or_queue(QueuedCall call);
-// Before a call of the real library: in a group it has to be in one, too.
+// Call before a function of the real library: opens a group there if one is open here.
 void join_group_of_real_library();
-// What goes wrong in a group is the result of its end too.
+// Records an error of a call in a group, for the result of the group's end.
 void note_failure(ncclResult_t result);
 
 }  // namespace llm_comm::nccl

@@ -22,7 +22,7 @@ namespace llm_comm::nccl {
 
 namespace {
 
-// Whoever connects has to say who he is in that time; of those that have not, so many are kept.
+// A new connection must identify itself within kHelloLimitS. At most kMostStrangers unidentified connections are kept.
 constexpr double kHelloLimitS = 10;
 constexpr size_t kMostStrangers = 256;
 constexpr int kAcceptedAtOnce = 128;
@@ -31,7 +31,7 @@ constexpr size_t kReadAtOnce = 1 << 16;
 struct Guest {
   Descriptor socket;
   Deadline hello_by{kHelloLimitS};
-  int rank = -1;  // not known yet
+  int rank = -1;  // -1: not identified
   std::string in;
   std::string out;
   bool is_gone = false;
@@ -88,7 +88,7 @@ class Hub {
   }
 
   void take_new_ones() {
-    // evict_stranger() may find the last rank, which closes the server.
+    // evict_stranger() may identify the last rank, which closes the server.
     for (int i = 0; i < kAcceptedAtOnce && server_; ++i) {
       Descriptor socket(accept4(server_.fd(), nullptr, nullptr, SOCK_CLOEXEC | SOCK_NONBLOCK));
       if (!socket) {
@@ -96,7 +96,7 @@ class Hub {
         if (error == EINTR || error == ECONNABORTED) continue;
         if (has_no_room(error)) {
           if (evict_stranger()) continue;
-          // The same connection is announced again at once.
+          // The same connection would be announced again at once.
           std::this_thread::sleep_for(std::chrono::milliseconds(5));
         }
         return;
@@ -109,7 +109,8 @@ class Hub {
     }
   }
 
-  // Makes room: the stranger that has said nothing for longest is dropped. A rank whose hello has come by now is no stranger.
+  // Drops the unidentified connection that has been silent longest. A rank whose hello has arrived meanwhile is
+  // identified instead.
   bool evict_stranger() {
     for (auto guest = guests_.begin(); guest != guests_.end(); ++guest) {
       if ((*guest)->rank < 0) serve(**guest);
@@ -122,7 +123,7 @@ class Hub {
 
   void serve(Guest& guest) {
     char buffer[4096];
-    // Of a stranger no more is kept than a hello.
+    // Reads no more than a hello from an unidentified connection.
     const size_t most = guest.rank < 0 ? sizeof(Hello) : kReadAtOnce;
     while (!guest.is_gone && guest.in.size() < most) {
       const size_t room = std::min(sizeof(buffer), most - guest.in.size());
@@ -174,7 +175,7 @@ class Hub {
     if (std::find(ranks_.begin(), ranks_.end(), nullptr) != ranks_.end()) return;
     has_begun_ = true;
     for (Guest* const rank : ranks_) rank->out.append(reinterpret_cast<const char*>(&welcome_), sizeof(welcome_));
-    // Nobody else is let in.
+    // Refuse further connections.
     server_ = Descriptor();
     for (const auto& stranger : guests_) stranger->is_gone |= stranger->rank < 0;
   }
@@ -223,7 +224,7 @@ class Hub {
     }
   }
 
-  // Once a rank has left, no round can end: the connections of the others are closed as soon as they have their last answers.
+  // Once a rank has left, no round can complete. The other connections are closed after their last answers are sent.
   void drop_those_gone() {
     for (const auto& guest : guests_) {
       if (!guest->is_gone || guest->rank < 0) continue;
@@ -257,13 +258,13 @@ MeetingPlace open_hub(const std::optional<ncclUniqueId>& real_id, double limit_s
   if (!server) fail_with_errno("socket");
   const auto address = reinterpret_cast<sockaddr*>(&place.address);
   if (bind(server.fd(), address, length_of(place.address)) != 0) fail_with_errno("bind to " + describe(place.address));
-  constexpr int kBacklog = 4096;  // the kernel takes less where net.core.somaxconn says so
+  constexpr int kBacklog = 4096;  // the kernel may use less (net.core.somaxconn)
   if (listen(server.fd(), kBacklog) != 0) fail_with_errno("listen");
   socklen_t length = sizeof(place.address);
   if (getsockname(server.fd(), address, &length) != 0) fail_with_errno("getsockname");
   fill_randomly(place.secret.data(), place.secret.size());
   auto hub = std::make_unique<Hub>(std::move(server), place.secret, real_id, limit_s);
-  // Not joined: who makes an id need not take part in its communicator. It owns all that it uses.
+  // Detached and self-contained: the process that makes an id need not take part in the communicator.
   start_quiet_thread([hub = std::move(hub)] {
     try {
       hub->run();

@@ -1,6 +1,6 @@
-// Where the ranks of a communicator meet: a thread of the process that made the ncclUniqueId. It knows ranks by the secret, and
-// then serves rounds: when each rank has sent a message, each gets those of all. Where a rank leaves or is lost it cuts off the others,
-// so that nobody waits for it.
+// Hub: a thread in the process that made the ncclUniqueId, where the ranks of a communicator meet. It recognizes ranks
+// by the secret. In each round it collects one message of every rank and sends all messages to every rank. If a rank
+// leaves or is lost, the hub disconnects the others, so that none waits for it.
 #pragma once
 
 #include <optional>
@@ -9,8 +9,8 @@
 
 namespace llm_comm::nccl {
 
-// Opens a hub and leaves it to its thread, which ends with the last rank's connection. `real_id`: handed out to all.
-// `limit_s`: from the first rank's coming on, all have to come within it. Throws Failure.
+// Opens a hub. Its thread ends with the last rank's connection. `real_id`: sent to all ranks. `limit_s`: time within
+// which all ranks must connect after the first one. Throws Failure.
 MeetingPlace open_hub(const std::optional<ncclUniqueId>& real_id, double limit_s);
 
 }  // namespace llm_comm::nccl

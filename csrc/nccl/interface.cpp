@@ -27,7 +27,7 @@ std::vector<Interface> interfaces(int family) {
     if ((of != AF_INET && of != AF_INET6) || (family != AF_UNSPEC && of != family)) continue;
     Interface one{at->ifa_name, {}};
     std::memcpy(&one.address, at->ifa_addr, of == AF_INET ? sizeof(sockaddr_in) : sizeof(sockaddr_in6));
-    // Of a link-local address the id would have to carry the scope.
+    // Link-local addresses are skipped: the id would have to carry their scope.
     const auto& six = reinterpret_cast<const sockaddr_in6&>(one.address);
     if (of == AF_INET6 && IN6_IS_ADDR_LINKLOCAL(&six.sin6_addr)) continue;
     found.push_back(one);
@@ -98,7 +98,7 @@ std::string describe(const sockaddr_storage& address) {
   const auto& six = reinterpret_cast<const sockaddr_in6&>(address);
   const void* const bytes = is_four ? static_cast<const void*>(&four.sin_addr) : &six.sin6_addr;
   inet_ntop(address.ss_family, bytes, text, sizeof(text));
-  // Not "[" + std::string(text): GCC 12 takes that for an overlapping copy (its bug 105651).
+  // Not "[" + std::string(text): GCC 12 warns of an overlapping copy (GCC bug 105651).
   const std::string host = is_four ? text : std::string("[").append(text).append("]");
   return host + ":" + std::to_string(ntohs(is_four ? four.sin_port : six.sin6_port));
 }

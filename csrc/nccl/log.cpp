@@ -24,7 +24,7 @@ Level level() {
   return chosen;
 }
 
-// In one write, so that lines of several ranks do not mix.
+// Uses one write, so that lines of several ranks do not mix.
 void print(const char* what, const std::string& line) {
   const std::string whole = "llm_comm-nccl [" + std::to_string(getpid()) + "] " + what + " " + line + "\n";
   std::fwrite(whole.data(), 1, whole.size(), stderr);

@@ -1,4 +1,4 @@
-// NCCL's C API as a program sees it that has no nccl.h at hand. C and C++.
+// Prototypes of NCCL's C API for programs without an nccl.h. C and C++.
 #pragma once
 
 #include "nccl/nccl_types.h"

@@ -1,4 +1,4 @@
-// The types of NCCL's C API (2.32.3), as its ABI has them: whoever includes NCCL's own nccl.h must not include this. C and C++.
+// Types of NCCL's C API (2.32.3) with its ABI. Do not include together with NCCL's own nccl.h. C and C++.
 #pragma once
 
 #include <limits.h>
@@ -10,7 +10,7 @@
 #define NCCL_CONFIG_UNDEF_INT INT_MIN
 #define NCCL_SPLIT_NOCOLOR -1
 
-// The answer of ncclGetVersion() where no NCCL library stands behind this one: the release that functions.def is of.
+// Result of ncclGetVersion() without a real NCCL library: the release that functions.def describes.
 #define LLM_COMM_NCCL_VERSION 23203
 
 typedef struct ncclComm* ncclComm_t;
@@ -61,7 +61,7 @@ typedef enum {
 
 typedef enum { ncclScalarDevice = 0, ncclScalarHostImmediate = 1 } ncclScalarResidence_t;
 
-// The first fields of NCCL's structure, which are all that is read here: later releases append more.
+// First fields of NCCL's struct; no others are read here. Later releases append more.
 typedef struct {
   size_t size;
   unsigned int magic;

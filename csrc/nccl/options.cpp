@@ -35,7 +35,7 @@ double seconds(const char* name, const std::string& text) {
   return value;
 }
 
-// 64M is 64 MiB.
+// Parses a size; 64M is 64 MiB.
 uint64_t size(const char* name, const std::string& text) {
   constexpr const char* kValid = "bytes, 1 MiB to 4 GiB (64M is 64 MiB)";
   char* end = nullptr;

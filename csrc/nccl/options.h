@@ -1,4 +1,4 @@
-// The options that this library reads from the environment; llm_comm/config.py says what they mean.
+// Options that the NCCL library reads from the environment. llm_comm/config.py documents their meaning.
 #pragma once
 
 #include <cstdint>
@@ -9,20 +9,21 @@ namespace llm_comm::nccl {
 
 struct Options {
   bool enable = true;
-  // Longer than elsewhere: NCCL's users may let a rank wait for another one that, say, writes a checkpoint.
+  // Longer than the Python default: NCCL programs may let a rank wait while another one, for example, writes a
+  // checkpoint.
   double timeout_s = 600;
   uint64_t workspace_bytes = 64 << 20;
   bool pdl = true;
   bool debug = false;
   bool share_gpu = false;
-  std::string table;      // a file, or nothing
-  std::string objection;  // why a variable cannot be read, or nothing: the other ranks are to hear of it
+  std::string table;      // file name, or empty
+  std::string objection;  // why a variable is invalid, or empty; sent to the other ranks
 
-  // What has to be alike on all ranks, as a text.
+  // Text of the options that must agree on all ranks.
   std::string digest() const;
 };
 
-// `variable`: the value of a variable of the environment, or nullptr. Those that cannot be read keep their defaults.
+// `variable`: returns an environment variable, or nullptr. Invalid variables keep their defaults.
 Options read_options(const std::function<const char*(const char*)>& variable);
 Options options_of_process();
 

@@ -26,7 +26,7 @@ void require(bool holds, const std::string& what) {
   if (!holds) throw Failure(ncclInvalidArgument, what);
 }
 
-// A handle of the real library: its own, or one of ours that stands for one of its.
+// True if the real library knows the handle: its own communicator, or one of ours that has a counterpart there.
 bool is_real(const std::shared_ptr<Communicator>& communicator) {
   if (communicator != nullptr) return communicator->uses_real_library();
   if (!RealLibrary::get().is_there()) {
@@ -35,7 +35,7 @@ bool is_real(const std::shared_ptr<Communicator>& communicator) {
   return true;
 }
 
-// A configuration as the caller has it now: he may give up its memory before the group ends.
+// Copies the configuration: the caller may free it before the group ends.
 class ConfigCopy {
  public:
   explicit ConfigCopy(const ncclConfig_t* config) {
@@ -64,8 +64,9 @@ ncclResult_t checked(ncclResult_t result, const char* name) {
   throw Failure(result, std::string("nccl") + name + " of the NCCL library: " + (text == nullptr ? "it failed" : text));
 }
 
-// The communicator that a call of the real library makes. One that is not blocking comes later, written by a thread of that library,
-// and is waited for: what is served here needs it. `asked`: of which it is asked whether it is there; nullptr: of itself.
+// Returns the communicator that a call of the real library creates. A non-blocking one is written later by a thread of
+// that library and is waited for here, because calls served by llm_comm need it. `asked`: handle whose async error is
+// polled; nullptr: the new communicator's own.
 template <class Call>
 ncclComm_t make_real(const char* name, ncclComm_t asked, Call call) {
   auto place = std::make_unique<ncclComm_t>(nullptr);
@@ -77,7 +78,7 @@ ncclComm_t make_real(const char* name, ncclComm_t asked, Call call) {
     const ncclComm_t of = asked != nullptr ? asked : made;
     if (of != nullptr) checked(call_real(&RealFunctions::CommGetAsyncError, "CommGetAsyncError", of, &result), name);
     if (result == ncclInProgress && deadline.is_over()) {
-      place.release();  // it may still be written to
+      place.release();  // the library may still write to it
       throw Failure(ncclRemoteError, std::string("nccl") + name + " is not done in time (LLM_COMM_TIMEOUT_S)");
     }
   }
@@ -94,7 +95,7 @@ ncclComm_t init_real(int world, const ncclUniqueId& id, int rank, ConfigCopy& co
   });
 }
 
-// Registers a communicator under its handle, which is the real library's if that has one for it.
+// Registers a communicator under its handle: the real library's if there is one.
 ncclResult_t enter(ncclComm_t* out, ncclComm_t of_real, std::shared_ptr<Communicator> communicator) {
   const ncclComm_t handle = of_real != nullptr ? of_real : reinterpret_cast<ncclComm_t>(communicator.get());
   add(handle, std::move(communicator));
@@ -110,7 +111,7 @@ ncclResult_t init(ncclComm_t* out, int world, const ncclUniqueId& id, int rank, 
   const auto place = from_id(id);
   Job job = [=, config = ConfigCopy(config)]() mutable {
     *out = nullptr;
-    // Made by another library's ncclGetUniqueId(), which knows what to do with it.
+    // The id was made by another library's ncclGetUniqueId(), so the real library handles it.
     if (!place) {
       *out = init_real(world, id, rank, config);
       return ncclSuccess;
@@ -131,14 +132,14 @@ ncclResult_t collective(const Message& message, const void* send, void* recv, nc
   const bool has_real = is_real(communicator);
   const bool is_valid = bytes_of(message.type) > 0 && message.count < uint64_t{1} << 48 && message.root >= 0 &&
                         (communicator == nullptr || message.root < communicator->world());
-  // What is wrong the real library says in its own words.
+  // Invalid calls are forwarded, so that the real library reports them in its own words.
   const bool is_forwarded = communicator == nullptr || (has_real && !is_valid) ||
                             (is_valid && message.count > 0 && !communicator->serves(message));
   if (is_forwarded && has_real) {
     join_group_of_real_library();
     return checked(forward(message, send, recv, comm, stream), name_of(message.operation));
   }
-  // No text is made on the way of a call that is right.
+  // Builds texts only on failure, to keep valid calls fast.
   const auto refuse = [&](ncclResult_t result, const std::string& why) {
     throw Failure(result, std::string("nccl") + name_of(message.operation) + why);
   };
@@ -185,7 +186,7 @@ ncclResult_t GetUniqueId(ncclUniqueId* id) {
   if (RealLibrary::get().is_there()) {
     real_id.emplace();
     checked(call_real(&RealFunctions::GetUniqueId, "GetUniqueId", &*real_id), "GetUniqueId");
-    // By it every process makes the same id without telling the others, which only NCCL's own meeting place can do.
+    // With NCCL_COMM_ID every process makes the same id without communication. Only NCCL's own bootstrap supports that.
     if (const char* const fixed = std::getenv("NCCL_COMM_ID"); fixed != nullptr && *fixed != '\0') {
       *id = *real_id;
       return ncclSuccess;
@@ -203,7 +204,7 @@ ncclResult_t CommInitRankConfig(ncclComm_t* comm, int nranks, ncclUniqueId id, i
   return init(comm, nranks, id, rank, config, current_device());
 }
 
-// Several ids are several meeting places of NCCL's; one serves here.
+// Several ids mean several bootstrap roots for NCCL. llm_comm uses the first one.
 ncclResult_t CommInitRankScalable(ncclComm_t* comm, int nranks, int rank, int ids, ncclUniqueId* id,
                                   ncclConfig_t* config) {
   require(ids > 0 && id != nullptr, "ncclCommInitRankScalable: no ids");
@@ -336,7 +337,7 @@ ncclResult_t CommUserRank(ncclComm_t comm, int* rank) {
   return ncclSuccess;
 }
 
-// To register a buffer is to permit faster ways, which kernels here do not take.
+// Registration permits optimizations that the kernels here do not use.
 ncclResult_t CommRegister(ncclComm_t comm, void* buffer, size_t size, void** handle) {
   if (is_real(find(comm))) return call_real(&RealFunctions::CommRegister, "CommRegister", comm, buffer, size, handle);
   require(handle != nullptr, "ncclCommRegister: no place for the handle");

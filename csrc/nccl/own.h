@@ -1,4 +1,4 @@
-// The functions of the API that have a body of their own, by their names without the prefix. They may throw.
+// Functions of the API that llm_comm implements itself, by their names without prefix (functions.def). They may throw.
 #pragma once
 
 #include "nccl/nccl_types.h"

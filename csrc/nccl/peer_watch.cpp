@@ -25,7 +25,7 @@ PeerWatch::~PeerWatch() {
   if (!thread_.joinable()) return;
   const uint64_t one = 1;
   const ssize_t written = write(stop_.fd(), &one, sizeof(one));
-  (void)written;  // an eventfd takes it
+  (void)written;  // cannot fail on an eventfd
   thread_.join();
 }
 

@@ -1,4 +1,4 @@
-// Looks out for processes of peers that exit.
+// PeerWatch: a thread that detects the exit of peers' processes. Used by Communicator.
 #pragma once
 
 #include <functional>
@@ -11,8 +11,8 @@ namespace llm_comm::nccl {
 
 class PeerWatch {
  public:
-  // `processes`: pidfds by rank, or none, which is not watched. The ranks send each other theirs, because a number of a process means
-  // nothing in another PID namespace (of a container). `has_exited` is called in the thread of the watch.
+  // `processes`: pidfds by rank; empty ones are not watched. Ranks exchange pidfds because a PID means nothing in
+  // another PID namespace (container). `has_exited` is called on the watch thread.
   PeerWatch(std::vector<Descriptor> processes, std::function<void(int rank)> has_exited);
   PeerWatch(const PeerWatch&) = delete;
   PeerWatch& operator=(const PeerWatch&) = delete;

@@ -1,4 +1,4 @@
-// Threads that take no signals: those are for the program's own.
+// Threads that block all signals, so that signals are delivered to the program's own threads.
 #pragma once
 
 #include <csignal>

@@ -7,7 +7,7 @@
 #include "nccl/device.h"
 #include "nccl/log.h"
 
-// By it a library that was found is known to be this one under another name.
+// Marker by which this library recognizes itself under another name.
 extern "C" __attribute__((visibility("default"))) const char llm_comm_nccl_library[] = "llm_comm";
 
 namespace llm_comm::nccl {
@@ -64,7 +64,7 @@ int RealLibrary::version() const {
   return is_there_ && functions_.GetVersion(&version) == ncclSuccess ? version : 0;
 }
 
-// Never destroyed: other threads and exit handlers may still call.
+// Never destroyed: other threads and exit handlers may still call it.
 const RealLibrary& RealLibrary::get() {
   static const RealLibrary* const library = new RealLibrary;
   return *library;

@@ -1,5 +1,5 @@
-// The NCCL library that stands behind this one, found at run time: it has a communicator beside each of ours, and does what is
-// not served here.
+// RealLibrary: the real NCCL library, loaded at run time. It has a communicator beside each of ours and serves the
+// calls that llm_comm does not.
 #pragma once
 
 #include <string>
@@ -8,7 +8,7 @@
 
 namespace llm_comm::nccl {
 
-// Its functions; nullptr where it has none of that name.
+// Its functions; nullptr for those it lacks.
 struct RealFunctions {
 #define LLM_COMM_NCCL_OWN(type, name, parameters, arguments) type(*name) parameters;
 #define LLM_COMM_NCCL_FORWARDED LLM_COMM_NCCL_OWN
@@ -21,17 +21,17 @@ struct RealFunctions {
 
 class RealLibrary {
  public:
-  // Looks for it the first time: LLM_COMM_NCCL_LIBRARY names it ("none": there is to be none); else, for GPUs, libnccl.so.2 as the
-  // process has loaded it or the loader finds it. It stays loaded until the process ends.
+  // Loads the library at the first call. LLM_COMM_NCCL_LIBRARY names it ("none": use none). Default for GPUs:
+  // libnccl.so.2 as the process has loaded it or the loader finds it. Stays loaded until the process ends.
   static const RealLibrary& get();
 
   bool is_there() const { return is_there_; }
-  const std::string& path() const { return path_; }  // or name
+  const std::string& path() const { return path_; }  // or the name given to the loader
   const std::string& why_not() const { return why_not_; }
   int version() const;
   const RealFunctions& functions() const { return functions_; }
 
-  // Throws Failure where there is no such function.
+  // Throws Failure if the library or the function is missing.
   template <class Function>
   Function require(Function RealFunctions::* function, const char* name) const {
     if (!is_there_) {
@@ -56,8 +56,8 @@ class RealLibrary {
   RealFunctions functions_{};
 };
 
-// While this thread is in a call of that library. What it calls of its own API then, which may come here where this library is
-// preloaded, has to reach itself.
+// Marks that this thread is inside a call of the real library. If this library is preloaded, calls that the real
+// library makes to its own API arrive here and are forwarded to it.
 class InRealLibrary {
  public:
   InRealLibrary() { ++depth_; }
@@ -70,7 +70,7 @@ class InRealLibrary {
   static thread_local int depth_;
 };
 
-// Calls a function of it. Throws Failure where there is none.
+// Calls a function of the real library. Throws Failure if it is missing.
 template <class Result, class... Parameters, class... Arguments>
 Result call_real(Result (*RealFunctions::*function)(Parameters...), const char* name, Arguments... arguments) {
   const auto address = RealLibrary::get().require(function, name);

@@ -14,9 +14,9 @@ namespace llm_comm::nccl {
 
 namespace {
 
-// How many bytes the root of a broadcast sends at most. To one rank: as far as an all-gather of such parts, which sends as much, is
-// clearly faster than NCCL's broadcast (docs/results/2026-11-25_h100x2_nccl_tests.json). To more, not measured: the root stores to
-// each of them in turn, where NCCL has the ranks pass the bytes on.
+// Maximum bytes that the root of a broadcast sends. World size 2: as far as an all-gather of such shards, which sends
+// as much, is clearly faster than NCCL's broadcast (docs/results/2026-11-25_h100x2_nccl_tests.json). Larger worlds: not
+// measured. There the root stores to each rank in turn, while NCCL's ranks pass the data on.
 constexpr uint64_t max_broadcast_bytes(uint32_t world) { return world == 2 ? 8 << 20 : 1 << 20; }
 
 std::optional<DataType> summed_type(ncclDataType_t type) {
@@ -32,7 +32,7 @@ std::optional<DataType> summed_type(ncclDataType_t type) {
   }
 }
 
-// The operation of the registry that does it: a broadcast gathers parts of which only the root has one.
+// Operation of the registry that implements it. A broadcast is an all-gather in which only the root has a shard.
 const char* registered(Operation operation) {
   switch (operation) {
     case Operation::kAllReduce:
@@ -46,12 +46,12 @@ const char* registered(Operation operation) {
   return "all_gather";
 }
 
-// Whether an algorithm serves an operation where no row names it.
+// True if an algorithm may be used without a table row that names it.
 bool needs_no_row(const host::Algorithm& algorithm, const std::string& operation) {
   return algorithm.operation->name == operation && algorithm.info->symmetric == 0 && !algorithm.info->needs_row();
 }
 
-// Whether this library has what a row asks for.
+// True if this library can execute a row.
 bool can_run(const Row& row) {
   const host::Algorithm& algorithm = host::algorithms()[row.algorithm];
   const bool is_served =
@@ -86,7 +86,7 @@ std::string digest_of(const Table& table) {
     text << '|' << row.operation << ' ' << row.up_to << ' ' << row.algorithm << ' ' << choice.blocks << ' '
          << choice.threads << ' ' << choice.tile_lines << ' ' << choice.depth;
   }
-  // FNV-1a: ranks compare what they have chosen, not what somebody has made.
+  // FNV-1a is sufficient: ranks compare their own choices, not data of an adversary.
   uint64_t hash = 14695981039346656037u;
   for (const char byte : text.str()) hash = (hash ^ static_cast<unsigned char>(byte)) * 1099511628211u;
   return table.name + " " + std::to_string(hash);
@@ -172,7 +172,7 @@ std::vector<Row> Selection::rows_of(const std::string& operation) const {
   return rows;
 }
 
-// The rule of llm_comm/planning/selection.py for a communicator whose options have their defaults.
+// Rule of llm_comm/planning/selection.py for a communicator with default options.
 std::optional<std::pair<uint32_t, Choice>> Selection::choose(const std::string& operation, const Problem& problem,
                                                              uint64_t bytes) const {
   const auto& all = host::algorithms();

@@ -1,4 +1,4 @@
-// Which calls are served, and how: from a table to what the core prepares. A pure function of what all ranks have alike.
+// Selection: decides which calls llm_comm serves, and how. A pure function of values that all ranks share.
 #pragma once
 
 #include <cstdint>
@@ -15,21 +15,21 @@ namespace llm_comm::nccl {
 using host::Row;
 using host::Table;
 
-// The tuning table of a device, by the rule of Communicator (host/table_choice.h), without the rows that cannot run here: of operations that
-// this library does not serve, of algorithms for symmetric tensors or by the NVLink switch, and of programs of llm_comm.dsl. `path`: the file
-// of LLM_COMM_TABLE, or nothing. Throws Failure (ncclInvalidArgument) where that cannot be used.
+// Tuning table of a device, by the same rule as Communicator (host/table_choice.h), without rows that cannot run here:
+// other operations, algorithms for symmetric tensors or with the NVLink switch, DSL kernels. `path`: file of
+// LLM_COMM_TABLE, or empty. Throws Failure (ncclInvalidArgument) if that file is unusable.
 Table find_table(const std::string& path, const std::string& device, uint32_t world, uint32_t sm_count,
                  uint32_t compute_capability);
-// What ranks compare: all that is chosen by.
+// Digest of everything that choices depend on; ranks compare it.
 std::string digest_of(const Table& table);
 
 enum class Operation { kAllReduce, kAllGather, kReduceScatter, kBroadcast };
 
-// A collective call as far as all ranks give the same.
+// Arguments of a collective call that all ranks share.
 struct Message {
   Operation operation;
   ncclDataType_t type;
-  uint64_t count;  // as the call has it: of an operation on parts, elements of a part
+  uint64_t count;  // as in the call: for all_gather and reduce_scatter, elements of a shard
   int reduction = ncclSum;
   int root = 0;
 
@@ -38,33 +38,33 @@ struct Message {
 };
 
 const char* name_of(Operation operation);
-uint64_t bytes_of(ncclDataType_t type);  // 0: there is no such type
+uint64_t bytes_of(ncclDataType_t type);  // 0: unknown type
 
 struct Plan {
-  uint32_t algorithm;  // its number in the registry
+  uint32_t algorithm;  // registry number
   Problem problem;
   Tiling tiling;
 };
 
 struct Decision {
   std::optional<Plan> plan;
-  std::string why;  // or why not
+  std::string why;  // explanation of the choice or of the refusal
 };
 
 class Selection {
  public:
-  // `serves_all`: also messages that are larger than the table goes, because there is nobody else to do them.
+  // `serves_all`: also serve messages larger than the table covers, because there is no real NCCL library.
   Selection(Table table, uint32_t world, const Limits& limits, bool serves_all)
       : table_(std::move(table)), world_(world), limits_(limits), serves_all_(serves_all) {}
 
   Decision decide(const Message& message) const;
-  // Numbers of all algorithms that it can choose.
+  // Registry numbers of all algorithms that decide() can choose.
   std::vector<uint32_t> algorithms() const;
 
  private:
-  // The table's, or those for tables that have none of the operation; none for an all-reduce.
+  // Rows of the table for an operation. If it has none: the default rows; for all_reduce an empty list.
   std::vector<Row> rows_of(const std::string& operation) const;
-  // An algorithm by its number, and how it is launched; nothing where no algorithm serves the message.
+  // Registry number and tuning parameters; empty if no algorithm supports the message.
   std::optional<std::pair<uint32_t, Choice>> choose(const std::string& operation, const Problem& problem,
                                                     uint64_t bytes) const;
 

@@ -1,4 +1,4 @@
-// Descriptors that are owned, deadlines, and random words.
+// Descriptor (an owned file descriptor), Deadline, socket transfers with deadlines, and random bytes.
 #pragma once
 
 #include <chrono>
@@ -29,7 +29,7 @@ class Deadline {
   explicit Deadline(double seconds)
       : at_(std::chrono::steady_clock::now() +
             std::chrono::duration_cast<std::chrono::steady_clock::duration>(std::chrono::duration<double>(seconds))) {}
-  // For poll(): rounded up, at most a day; 0 when it is over.
+  // For poll(): rounded up, at most a day; 0 after the deadline.
   int milliseconds_left() const;
   bool is_over() const { return std::chrono::steady_clock::now() >= at_; }
 
@@ -37,20 +37,20 @@ class Deadline {
   std::chrono::steady_clock::time_point at_;
 };
 
-// These throw Failure (ncclSystemError, or ncclRemoteError where the other side has closed or says nothing in time). The descriptors
-// do not block.
+// These throw Failure: ncclRemoteError if the other side has closed or is late, else ncclSystemError. The descriptors
+// must be non-blocking.
 void wait_until_ready(int fd, short events, const Deadline& deadline, const char* what);
 void send_all(int fd, const void* data, size_t bytes, const Deadline& deadline, const char* what);
 void receive_all(int fd, void* data, size_t bytes, const Deadline& deadline, const char* what);
 
 [[noreturn]] void fail_with_errno(const std::string& what);
 
-// Whether an errno says that descriptors or memory for another connection have run out.
+// True if an errno means that file descriptors or memory for another connection are exhausted.
 bool has_no_room(int error);
 
-// Of the kernel's generator.
+// Fills with bytes from the kernel's random generator.
 void fill_randomly(void* data, size_t bytes);
-// Takes as long whatever the bytes are.
+// Comparison in constant time.
 bool are_equal(const void* a, const void* b, size_t bytes);
 
 }  // namespace llm_comm::nccl

@@ -13,7 +13,7 @@ constexpr char kMagic[8] = {'L', 'L', 'M', 'C', 'O', 'M', 'M', 1};
 struct Layout {
   char magic[8];
   uint16_t family;  // 4 or 6
-  uint16_t port;    // in network order
+  uint16_t port;    // network byte order
   uint32_t unused;
   unsigned char address[16];
   Secret secret;

@@ -1,5 +1,5 @@
-// What is in an ncclUniqueId of this library: where the ranks meet, and the secret by which they know each other. And what they
-// say when they connect.
+// Content of an ncclUniqueId of this library (address of the hub and the secret by which ranks are recognized), and the
+// messages that open a connection to the hub.
 #pragma once
 
 #include <sys/socket.h>
@@ -20,10 +20,10 @@ struct MeetingPlace {
 };
 
 ncclUniqueId to_id(const MeetingPlace& place);
-// Nothing where the id is that of another library, or holds no address.
+// Empty if the id was made by another library or holds no address.
 std::optional<MeetingPlace> from_id(const ncclUniqueId& id);
 
-// The first bytes of a connection.
+// First message of a rank.
 struct Hello {
   static constexpr uint64_t kMagic = 0x0002'4d4d'4f43'4c4c;  // "LLCOMM", version 2
   uint64_t magic;
@@ -32,20 +32,20 @@ struct Hello {
   uint32_t world;
 };
 
-// The hub's answer to a Hello, at once, of one byte. A rank that is cut off without an answer says hello again.
+// The hub's immediate answer to a Hello, one byte. A rank that is disconnected without an answer repeats its hello.
 enum class Answer : char {
-  kKnown = '+',       // the hub keeps this connection until the rank closes it
-  kUnknown = '?',     // another secret, or another version of this library
-  kNoPlaceFor = '-',  // another rank has come under this number, or with another number of ranks
+  kKnown = '+',       // accepted; the hub keeps this connection until the rank closes it
+  kUnknown = '?',     // other secret, or other version of this library
+  kNoPlaceFor = '-',  // this rank is connected already, or gave another number of ranks
 };
 
-// The hub's second answer, once all ranks have come.
+// The hub's second answer, after all ranks have connected.
 struct Welcome {
   uint64_t has_real_id;
   ncclUniqueId real_id;
 };
 
-// Of a message of a rank in a round. Whoever announces more is cut off.
+// Maximum message of a rank in a round. A rank that announces more is disconnected.
 inline constexpr uint32_t kMaxMessageBytes = 4096;
 inline constexpr uint32_t kMaxRanks = 1 << 16;
 

@@ -1,4 +1,4 @@
-// Messages between ranks as bytes: numbers, and texts behind their lengths. What comes from outside is checked.
+// Serialization of messages between ranks: numbers, and texts preceded by their length. The reader validates its input.
 #pragma once
 
 #include <cstdint>
@@ -26,7 +26,7 @@ class Writer {
   std::string bytes_;
 };
 
-// Throws std::invalid_argument where the message ends too soon.
+// Throws std::invalid_argument if the message is too short.
 class Reader {
  public:
   explicit Reader(std::string_view bytes) : left_(bytes) {}
@@ -40,7 +40,7 @@ class Reader {
     const uint64_t length = number();
     return std::string(take(length));
   }
-  // Throws too where something is left.
+  // Throws if bytes are left.
   void end() const {
     if (!left_.empty()) throw std::invalid_argument("a message of a rank is longer than it should be");
   }

@@ -7,7 +7,8 @@ namespace llm_comm::nccl {
 
 namespace {
 
-// Attempts a step. Returns why it has failed on a rank, the same on all; nothing where it has not. Throws Failure where a rank is lost.
+// Attempts a step. Returns the reason of a failure on any rank, the same on all ranks; empty on success. Throws Failure
+// if a rank is lost.
 template <class Step>
 std::string objection_to(Bootstrap& bootstrap, const char* what, Step step) {
   try {
@@ -25,7 +26,7 @@ void map_by_descriptor(host::Core& core, const Bootstrap& bootstrap, const std::
   }
 }
 
-// Where memory cannot be shared by descriptors. Not between threads of one process.
+// Fallback if memory cannot be shared by descriptors. Does not work between threads of one process.
 void map_by_ipc(host::Core& core, Bootstrap& bootstrap) {
   std::string handle;
   bootstrap.attempt("allocation of the workspace", [&] { handle = core.create_workspace(true).bytes; });
@@ -44,11 +45,11 @@ std::vector<Descriptor> map_workspaces(host::Core& core, Bootstrap& bootstrap, D
   Descriptor own;
   std::string objection = objection_to(bootstrap, "allocation of the workspace",
                                        [&] { own = Descriptor(core.create_workspace(false).fd); });
-  // Also where workspaces go by cudaIpc: the ranks watch each other's processes.
+  // Also needed with cudaIpc: the ranks watch each other's processes through the pidfds.
   DescriptorExchange::Result peers;
   peers.processes.resize(names.size());
   const int sent = objection.empty() ? own.fd() : -1;
-  // Half of the time limit: a rank that failed at once already waits in the vote, for as long as that.
+  // Half of the time limit: a rank that failed at once waits in the vote already, for the whole limit.
   const std::string not_exchanged = objection_to(bootstrap, "exchange of descriptors", [&] {
     peers = exchange.run(bootstrap.rank(), names, bootstrap.secret(), sent, bootstrap.socket(), limit_s / 2);
   });

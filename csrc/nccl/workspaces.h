@@ -1,4 +1,4 @@
-// The workspaces of a communicator's ranks: each allocates its own and maps those of the others.
+// Allocates the workspaces of a communicator's ranks and maps each on all other ranks.
 #pragma once
 
 #include <string>
@@ -10,8 +10,8 @@
 
 namespace llm_comm::nccl {
 
-// Collective. Ends with a store of every rank to every other one. Returns pidfds of the peers, by rank (`DescriptorExchange::Result`).
-// Throws Failure on all ranks alike.
+// Collective. Verifies the mappings with a store of every rank to every other one. Returns pidfds of the peers by rank
+// (DescriptorExchange::Result). Throws Failure on all ranks alike.
 std::vector<Descriptor> map_workspaces(host::Core& core, Bootstrap& bootstrap, DescriptorExchange& exchange,
                                        const std::vector<std::string>& names, double limit_s);
 

@@ -1,9 +1,9 @@
-// What algorithms over port channels share: where chunks lie in the staging memory, the exchange of chunks in one hop, and how
-// launches are shaped. How blocks share out lines is that of HB algorithms (Chunks).
+// Base of algorithms over port channels: where chunks lie in the staging memory, the exchange of chunks in one hop, and
+// the launch shape. Blocks divide the lines as in HB algorithms (Chunks).
 //
-// A copy engine takes some microseconds for each copy, however small it is. So a block's chunk is small, to be taken by many blocks
-// at once, but those of all blocks of a step lie side by side, in the tensor and in the staging memory, and travel as one copy
-// where they are asked for together.
+// A copy engine takes some microseconds for each copy, however small it is. A block's chunk is small, so that many
+// blocks can process chunks at once. The chunks of all blocks of a step are adjacent, in the tensor and in the staging
+// memory, so the proxy merges those that are requested together into one copy.
 #pragma once
 
 #include "algorithms/chunked.cuh"
@@ -13,15 +13,15 @@ namespace llm_comm::inline LLM_COMM_TARGET {
 
 inline constexpr uint32_t kMaxPortThreads = 512;
 
-// Buffers in turn for the chunks of all blocks, in each rank's staging memory: [turn][sender][block][line]. Turns fill the first
-// half, then the second one.
+// Staging buffers for the chunks of all blocks, used in turn: [turn][sender][block][line]. The turns fill the first
+// half of the staging memory, then the second.
 class PortBuffers {
  public:
-  // `turns_of_half`: that one half holds.
+  // `turns_of_half`: turns in one half.
   LLM_COMM_DEVICE PortBuffers(const DeviceComm& comm, uint32_t block, uint32_t chunk_lines, uint32_t turns_of_half)
       : comm_(comm), block_(block), chunk_lines_(chunk_lines), turns_of_half_(turns_of_half) {}
 
-  // Offset in the receiver's workspace of what `sender` sends to it in a turn.
+  // Offset in the receiver's workspace of the chunk that `sender` sends in a turn.
   LLM_COMM_DEVICE uint64_t offset(uint32_t receiver, uint32_t sender, uint32_t turn) const {
     const uint32_t half = turn / turns_of_half_;
     const uint32_t senders = comm_.world_size - 1;
@@ -31,7 +31,7 @@ class PortBuffers {
     return staging_offset(comm_) + (half * half_lines + place * chunk_lines_) * sizeof(Line);
   }
 
-  // Where this rank finds it.
+  // Address of that chunk on this rank.
   LLM_COMM_DEVICE const Line* received(uint32_t sender, uint32_t turn) const {
     return reinterpret_cast<const Line*>(comm_.workspace[comm_.rank] + offset(comm_.rank, sender, turn));
   }
@@ -43,23 +43,26 @@ class PortBuffers {
   uint32_t turns_of_half_;
 };
 
-// Chunks that are sent ahead of the one that is waited for, and that one.
+// Number of buffers: the chunks sent ahead of the one that is waited for, and that one.
 LLM_COMM_DEVICE uint32_t turns_of(uint32_t depth) { return depth + 1; }
 
-// One hop: every rank sends `chunks` chunks to each peer, and takes as many from each.
+// One hop: every rank sends `chunks` chunks to each peer and processes as many from each.
 //
-//   send(peer, t)     by a thread for each peer: puts chunk t into the buffer of turn t % turns
-//   await(peer, t)    by a thread for each peer: waits for chunk t of the peer, and for what else must be before it is taken
-//   take(t)           by all threads: takes chunk t of all peers
+//   send(peer, t)     one thread per peer: puts chunk t into the buffer of turn t % turns
+//   await(peer, t)    one thread per peer: waits for the peer's chunk t, and for anything else that take(t) needs
+//   take(t)           all threads: processes chunk t of all peers
 //
-// A block says in step 0 that it has begun, and in step t + 1 that it has taken chunk t from all. Chunk t overwrites chunk
-// t - turns, so it is sent when the peer has taken that one. H1: those that are sent before anything is waited for go to the first
-// half, and a block ends when every peer has taken the last chunk, from all. H2: the others of the first round wait for step 0.
+// Signals: a block signals step 0 when it has begun, and step t + 1 when it has processed chunk t of all peers.
 //
-// R1 of operation.cuh: a block waits for each peer. R2: it uses no slot. P1: it waits for blocks of its own number only, and for
-// requests in the FIFO before its own, which wait for nothing.
+// Why a buffer may be reused:
+//   - Chunk t overwrites chunk t - turns, and is sent only after the peer has processed that one.
+//   - H1: chunks sent before the first wait go to the first half. A block ends when every peer has processed the last
+//     chunk of all ranks.
+//   - H2: the other chunks of the first round wait for step 0.
+// When a block ends, all chunks that it has sent have been processed, so they have left their source.
 //
-// When it ends, what it has sent has been taken, so it has left its source.
+// R1 of operation.cuh: a block waits for each peer. R2: no slot is used. P1: it waits for blocks of its own number
+// only, and for earlier requests in the ring, which wait for nothing.
 template <class Send, class Await, class Take>
 LLM_COMM_DEVICE void exchange_chunks(PortSession& session, uint32_t chunks, uint32_t turns, uint32_t turns_of_half,
                                      Send send, Await await, Take take) {
@@ -86,10 +89,10 @@ LLM_COMM_DEVICE void exchange_chunks(PortSession& session, uint32_t chunks, uint
   session.for_each_peer([&](uint32_t peer) { return session.wait_for_step(peer, chunks, 0); });
 }
 
-// Algorithm says
+// Launch shape of algorithms over port channels. Algorithm defines
 //   hops(world)                    1 or 2
-//   turns_of_half(turns, world)    of each sender, how many turns one half of the staging memory has to hold
-//   part_lines(problem, units)     the lines of the largest part of a launch of so many units
+//   turns_of_half(turns, world)    turns of each sender that one half of the staging memory must hold
+//   part_lines(problem, units)     lines of the largest shard of a launch of `units` units
 template <class Algorithm>
 struct InPortChunks {
   static constexpr uint32_t kMaxDepth = 7;
@@ -107,7 +110,7 @@ struct InPortChunks {
     return limits.staging_bytes / (2 * sizeof(Line)) * sizeof(Line);
   }
 
-  // Blocks keep their number, and their chunks shrink, where the staging memory is too small for both.
+  // If the staging memory is too small, chunks shrink and the number of blocks stays.
   static Tiling tile(const Problem& problem, const Choice& choice, const Limits& limits) {
     Tiling tiling{choice.blocks, choice.tile_lines, 1, choice.depth == 0 ? 1 : choice.depth, problem.count};
     if (tiling.blocks > most_blocks(problem.world)) tiling.blocks = most_blocks(problem.world);
@@ -148,7 +151,7 @@ struct InPortChunks {
             static_cast<uint32_t>(sizeof(Line))};
   }
 
-  // The chunks of all blocks together are what one copy carries: those of at least a MiB.
+  // One copy carries the chunks of all blocks; only choices with copies of at least 1 MiB are worth measuring.
   static std::vector<Choice> candidates(const Problem& problem, const Limits& limits) {
     constexpr uint64_t kLeastBytes = 4 << 20;
     constexpr uint64_t kLeastCopy = 1 << 20;

@@ -1,19 +1,20 @@
-// The transport of step_pipeline.cuh by the NVLink switch, without LL lines: buffers at the same place of every rank's staging memory,
-// and how launches are shaped.
+// Transport of step_pipeline.cuh through the NVLink switch, without LL lines: staging buffers at the same offset on
+// every rank, and the launch shape.
 //
-// A rank stages what it has, plainly, in its own memory, or stores to the memory of all; peers do the same in the step
-// (hb_session.cuh). Behind the signals for the step, what all ranks have staged can be summed by the switch, and what was stored to
-// all can be loaded.
+// In a step (hb_session.cuh) a rank stages its contribution by plain stores to its own memory, or stores to the memory
+// of all ranks, and so do its peers. After the signals of the step the switch can reduce what all ranks have staged,
+// and what was stored to all ranks can be loaded.
 //
-// Aliases (switch_channel.cuh): the threads that signal a step fence before the release. The block has met in between, so the one
-// fence lies between all that the block has done in the step, by whichever address, and all that follows the signal anywhere; by the
-// block's next barrier, on this rank too. A first hop that stores to all fences once more when it has begun: what was there before may
-// have been stored by the addresses of the ranks' workspaces.
+// Alias fences (switch_channel.cuh): the threads that signal a step fence before the release. A block barrier lies in
+// between, so one fence covers everything that the block did in the step, through either address. It precedes
+// everything that follows the signal on any rank and, after the block's next barrier, on this rank. A first hop that
+// stores to all ranks has an additional fence after the operation has begun, because earlier content may have been
+// stored through the workspace addresses.
 //
-// H1 and H2 of hb_session.cuh hold for what is stored to all ranks as for other stores to peers. What is staged in this rank's own
-// memory is read by the peers: H1 means there that a rank ends an operation only after every peer has summed what any rank had staged
-// for it, so that all ranks may stage anew. Its steps see to it: sums are made `depth` steps after what they are made of has been
-// staged, and a rank waits for the end of that step on every peer.
+// H1 and H2 of hb_session.cuh hold for stores to all ranks as for other stores to peers. Peers also read what a rank
+// stages in its own memory. For that, H1 means: a rank ends an operation only after every peer has reduced what any
+// rank had staged for it, so that all ranks may stage again. The steps ensure it: sums are made `depth` steps after
+// their contributions are staged, and a rank waits for the end of that step on every peer.
 #pragma once
 
 #include <vector>
@@ -24,8 +25,8 @@
 
 namespace llm_comm::inline LLM_COMM_TARGET {
 
-// 2 depth in turn, in one half of the staging memory: [turn][block][part][line]. Of `Parts`, each rank has one; with a single part all
-// have it.
+// Buffers in one half of the staging memory, 2 * depth of them in turn: [turn][block][part][line]. With several `Parts`
+// (shards) each rank owns one; a single part belongs to all ranks.
 template <int Parts>
 class SwitchBuffers {
  public:
@@ -34,7 +35,7 @@ class SwitchBuffers {
 
   LLM_COMM_DEVICE const Line* from(uint32_t hop, uint32_t t, uint32_t part) const { return of(hop, t, part); }
 
-  // In this rank's memory, of all parts.
+  // Calls visit(part, buffer) for the buffers of all parts in this rank's memory.
   template <class Visit>
   LLM_COMM_DEVICE void for_each_staged(uint32_t t, Visit visit) const {
     LLM_COMM_UNROLL(1)
@@ -47,7 +48,7 @@ class SwitchBuffers {
     move_lines(team, lines, [&](uint32_t k) { return channel_.load_reduce<D>(channel_.at(staged + k)); }, store);
   }
 
-  // To all ranks, this one too.
+  // Stores to all ranks, this one included.
   class ToOthers {
    public:
     LLM_COMM_DEVICE ToOthers(const SwitchBuffers& buffers, uint32_t hop, uint32_t t)
@@ -64,7 +65,7 @@ class SwitchBuffers {
  private:
   LLM_COMM_DEVICE uint32_t own_part() const { return Parts == 1 ? 0 : comm_.rank; }
 
-  // Chunk t of a part, in this rank's memory.
+  // Buffer for chunk t of a part in this rank's memory.
   LLM_COMM_DEVICE Line* of(uint32_t hop, uint32_t t, uint32_t part) const {
     const uint64_t place = (uint64_t{t % turns_} * block_count() + block_) * Parts + part;
     return staging_of(comm_, comm_.rank, hop) + place * chunk_lines_;
@@ -82,7 +83,7 @@ struct ChunkedBySwitch : Chunked<Algorithm> {
   // A rank has a buffer for its own chunk as well.
   static constexpr uint64_t senders(uint64_t world) { return world; }
 
-  // Of algorithms whose parts are as long as a launch.
+  // Default for algorithms whose shards have the size of a launch.
   static constexpr uint64_t part_lines(const Problem& problem, uint64_t units) {
     return divide_up(units * element_bytes(problem.type), sizeof(Line));
   }
@@ -92,7 +93,8 @@ struct ChunkedBySwitch : Chunked<Algorithm> {
     return Chunked<Algorithm>::grid(problem, tiling, units, limits);
   }
 
-  // Engines change to such algorithms from 0.5 MiB on; below 1 MiB, where HB is not tried, with small chunks.
+  // Engines change to such algorithms from 0.5 MiB on. Below 1 MiB, where no HB algorithm is a candidate, chunks are
+  // small.
   static std::vector<Choice> candidates(const Problem& problem, const Limits& limits) {
     constexpr uint64_t kFewestBytes = 64 << 10;
     std::vector<Choice> found = Chunked<Algorithm>::candidates(problem, limits);

@@ -12,7 +12,7 @@ namespace llm_comm::python {
 
 namespace {
 
-// Members are destroyed last to first: the call before the core that it belongs to.
+// Members are destroyed in reverse order: the call before the core that it belongs to.
 struct BoundCall {
   py::object core;
   host::CountedCall call;
@@ -21,16 +21,16 @@ struct BoundCall {
   host::OwnProcess maker{};
 };
 
-// run(address, ..., stream) -> bool. Every eager call goes through it, so it uses CPython's own calling convention:
-// pybind11's takes twice the time. An address of 0 that is not optional is refused: a tensor without memory (one of torch's
-// fake tensors, say) would break the CUDA context.
+// run(address, ..., stream) -> bool. Every eager call passes through it, so it uses CPython's calling convention:
+// pybind11's takes twice as long. It rejects an address of 0 for a required buffer: a tensor without memory (for
+// example a fake tensor of torch) would corrupt the CUDA context.
 PyObject* run_bound_call(PyObject* capsule, PyObject* const* arguments, Py_ssize_t count) {
   const BoundCall& bound = *static_cast<BoundCall*>(PyCapsule_GetPointer(capsule, nullptr));
   if (count != bound.buffers + 1) {
     PyErr_Format(PyExc_TypeError, "run() takes %zd addresses and a stream; %zd arguments given", bound.buffers, count);
     return nullptr;
   }
-  if (!bound.maker.is_this()) {  // before any lock, which a thread of the parent may have held
+  if (!bound.maker.is_this()) {  // before any lock, which a thread of the parent may have held at the fork
     PyErr_SetString(PyExc_RuntimeError,
                     "this communicator belongs to the process that this one was forked from: no rank waits for a call "
                     "from here. Make a communicator in this process");
@@ -47,7 +47,7 @@ PyObject* run_bound_call(PyObject* capsule, PyObject* const* arguments, Py_ssize
   }
   bool enqueued = false;
   std::string error;
-  PyThreadState* const thread = PyEval_SaveThread();  // a launch waits where the queue of the GPU is full
+  PyThreadState* const thread = PyEval_SaveThread();  // a launch blocks while the GPU's queue is full
   try {
     enqueued = bound.call.run(values, values[bound.buffers]) != host::Outcome::kFailed;
   } catch (const std::exception& exception) {

@@ -1,4 +1,4 @@
-// A prepared call of the core as a function of Python, which every eager call goes through.
+// Wraps a prepared call of the core as a Python function. Every eager call passes through it.
 #pragma once
 
 #include <pybind11/pybind11.h>
@@ -10,9 +10,10 @@
 
 namespace llm_comm::python {
 
-// run(address, ..., stream) -> bool, which keeps `core`. `buffers`: how many addresses; `optional`: bit i: buffer i may be 0.
+// Returns run(address, ..., stream) -> bool, which keeps `core` alive. `buffers`: number of addresses. `optional`: bit
+// i is set if buffer i may be 0.
 pybind11::object as_function(pybind11::object core, host::CountedCall call, Py_ssize_t buffers, uint32_t optional);
-// The same, with the buffers of an operation.
+// as_function() with the buffers of an operation.
 pybind11::object as_function(pybind11::object core, host::CountedCall call, const OperationInfo& operation);
 
 }  // namespace llm_comm::python

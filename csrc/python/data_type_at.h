@@ -1,15 +1,15 @@
-// A data type by its number, as Python has it from data_types().
+// DataType from its number, which Python knows from data_types().
 #pragma once
 
 #include <cstdint>
 #include <stdexcept>
 #include <string>
 
-#include "host/planner.h"  // DataType
+#include "host/planner.h"  // for DataType
 
 namespace llm_comm::python {
 
-// Throws std::invalid_argument for a number that is none's.
+// Throws std::invalid_argument for an unknown number.
 inline DataType data_type_at(uint32_t number) {
   if (number >= kDataTypes) throw std::invalid_argument("there is no data type " + std::to_string(number));
   return static_cast<DataType>(number);

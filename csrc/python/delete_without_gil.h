@@ -1,4 +1,4 @@
-// How Python's objects of the core end.
+// Deleter for core objects owned by Python.
 #pragma once
 
 #include <pybind11/pybind11.h>
@@ -7,8 +7,9 @@
 
 namespace llm_comm::python {
 
-// What waits before it goes, for kernels up to their time-out or for partners: other threads must run then. A forked child leaves its
-// parent's objects alone: their threads are not there, and their locks may be held.
+// Releases the GIL during destruction, because it may wait: for kernels up to their time-out, or for partners. Other
+// threads must run meanwhile. A forked child does not destroy its parent's objects: their threads do not exist there,
+// and their locks may be held.
 template <class T>
 class DeleteWithoutGil {
  public:

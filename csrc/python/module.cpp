@@ -1,4 +1,4 @@
-// llm_comm._core: the Core class, and functions that need none. No logic here.
+// Python module llm_comm._core: the Core class and free functions. Bindings only, no logic.
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
@@ -36,7 +36,7 @@ namespace {
 
 using CoreHolder = std::unique_ptr<Core, llm_comm::python::DeleteWithoutGil<Core>>;
 
-// What Core::prepare() takes.
+// Arguments of Core::prepare().
 using Launches = std::tuple<uint32_t, Problem, Tiling>;
 
 }  // namespace
@@ -48,7 +48,7 @@ PYBIND11_MODULE(_core, module) {
   module.attr("nvcc_version") = LLM_COMM_NVCC_VERSION;
   module.attr("bounded_waits") = LLM_COMM_BOUNDED_WAITS != 0;
   module.attr("max_world_size") = llm_comm::kMaxWorldSize;
-  py::dict switches;  // variables that can forbid NVLink multicast, each with the value that usually does
+  py::dict switches;  // variables that can forbid NVLink multicast, with the usual value for that
   for (const MulticastSwitch& one : kMulticastSwitches) switches[one.variable] = one.off;
   module.attr("multicast_switches") = switches;
   module.attr("max_segments") = llm_comm::kMaxSegments;
@@ -67,7 +67,7 @@ PYBIND11_MODULE(_core, module) {
   llm_comm::python::add_tables(module);
   llm_comm::python::add_linear(module);
 
-  using Pair = std::pair<uint32_t, uint64_t>;  // of a Place
+  using Pair = std::pair<uint32_t, uint64_t>;  // a Place
   py::class_<ProgramLaunch>(module, "ProgramLaunch")
       .def(
           py::init([](uint32_t kernel, uint32_t groups, uint32_t blocks, uint32_t threads, uint32_t shared_bytes,
@@ -117,7 +117,7 @@ PYBIND11_MODULE(_core, module) {
       .def(py::init<std::shared_ptr<Tally>, uint64_t>(), py::arg("tally").none(false), py::arg("bytes"))
       .def("add", [](const Counter& counter) { counter.add(Outcome::kEnqueued); });
 
-  // Handles are (fd, bytes): a descriptor that the caller now owns and b"", or -1 and the bytes of a cudaIpc handle.
+  // Handles are tuples (fd, bytes): a descriptor that the caller owns and b"", or -1 and the bytes of a cudaIpc handle.
   py::class_<Core, CoreHolder>(module, "Core")
       .def(
           "create_workspace",
@@ -155,7 +155,7 @@ PYBIND11_MODULE(_core, module) {
       .def("send_marks", &Core::send_marks, py::call_guard<py::gil_scoped_release>())
       .def("peers_unseen", &Core::peers_unseen, py::call_guard<py::gil_scoped_release>())
       .def("load", &Core::load, py::arg("algorithms"), py::call_guard<py::gil_scoped_release>())
-      // `direct`: what to run in place of it where the tensors are in symmetric memory. The counters are theirs.
+      // `direct`: alternative that runs if the tensors are in symmetric memory. Each alternative has its own counter.
       .def(
           "prepare",
           [](py::object core, uint32_t algorithm, const Problem& problem, const Tiling& tiling,

@@ -18,7 +18,7 @@ namespace llm_comm::python {
 using Holder = std::unique_ptr<NodeExchange, DeleteWithoutGil<NodeExchange>>;
 
 void add_node_exchange(py::module_& module) {
-  // The version of UCX; RuntimeError where there is none.
+  // Version of UCX. Raises RuntimeError if UCX is missing.
   module.def("ucx_version", &ucp::version);
   py::class_<NodeExchange, Holder>(module, "NodeExchange")
       .def(py::init([](uint32_t rank, uint32_t ranks, uint64_t part_bytes, double timeout_s, int device) {
@@ -32,7 +32,7 @@ void add_node_exchange(py::module_& module) {
       .def("address", [](const NodeExchange& exchange) { return py::bytes(exchange.address()); })
       .def("connect", &NodeExchange::connect, py::arg("addresses"), py::arg("names"),
            py::call_guard<py::gil_scoped_release>())
-      // `pieces`, by partner: offset in the input, bytes to it, offset in the output, bytes from it.
+      // `pieces`, by partner: offset in the input, bytes sent, offset in the output, bytes received.
       .def(
           "run",
           [](NodeExchange& exchange, uint64_t input, uint64_t output,

@@ -1,4 +1,4 @@
-// NodeExchange for Python.
+// Python bindings of NodeExchange.
 #pragma once
 
 #include <pybind11/pybind11.h>

@@ -18,7 +18,7 @@ namespace llm_comm::python {
 
 namespace {
 
-// The names of those that are there and fit `wanted`.
+// Names of the entries that exist and for which `wanted` is true.
 template <class Info, size_t N, class Wanted>
 py::list names(const Info (&infos)[N], Wanted wanted) {
   py::list found;
@@ -137,7 +137,7 @@ void add_registry(py::module_& module) {
       .def_readonly("whole", &Shape::whole)
       .def_readonly("last", &Shape::last);
 
-  // Bytes of an element by name, in the order of DataType.
+  // Element sizes by name, in the order of DataType.
   module.def("data_types", [] {
     py::dict types;
     for (uint32_t i = 0; i < kDataTypes; ++i) {

@@ -15,13 +15,13 @@ namespace llm_comm::python {
 
 namespace {
 
-// The name of a file, or a text that has one: its bytes need not be UTF-8.
+// Decodes a file name, or a text with one: the bytes need not be UTF-8.
 py::str decoded(const std::string& text) {
   return py::reinterpret_steal<py::str>(
       PyUnicode_DecodeFSDefaultAndSize(text.data(), static_cast<Py_ssize_t>(text.size())));
 }
 
-// What a checked value means.
+// Python value of a validated YAML node.
 py::object meaning_of(const Node& node) {
   if (node.kind == Node::Kind::kMapping) {
     py::dict found;

@@ -10,7 +10,7 @@ namespace {
 
 namespace py = pybind11;
 
-// The structs of DLPack, whose layout does not change: https://dmlc.github.io/dlpack/latest/c_api.html
+// Structs of DLPack, whose layout is stable: https://dmlc.github.io/dlpack/latest/c_api.html
 struct DLTensor {
   void* data;
   int32_t device_type;
@@ -20,7 +20,7 @@ struct DLTensor {
   uint8_t type_bits;
   uint16_t type_lanes;
   int64_t* shape;
-  int64_t* strides;  // nullptr: without gaps
+  int64_t* strides;  // nullptr: contiguous
   uint64_t byte_offset;
 };
 
@@ -33,9 +33,9 @@ struct DLManagedTensor {
 constexpr int32_t kHost = 1;
 constexpr int32_t kCuda = 2;
 constexpr uint8_t kUnsigned = 1;
-constexpr const char* kName = "dltensor";  // until somebody has taken it: then "used_dltensor"
+constexpr const char* kName = "dltensor";  // a consumer renames it to "used_dltensor"
 
-// What DLManagedTensor::manager is. The tensor is gone when `tensor` is.
+// Value of DLManagedTensor::manager. The tensor no longer exists when `tensor` is destroyed.
 struct Manager {
   std::shared_ptr<void> tensor;
   int64_t shape[1];
@@ -43,7 +43,7 @@ struct Manager {
   host::OwnProcess maker{};
 };
 
-// In any thread, with or without the interpreter's lock. In a forked child the memory is left to the parent.
+// May run in any thread, with or without the GIL. In a forked child the memory is left to the parent.
 void drop(DLManagedTensor* managed) {
   auto* const manager = static_cast<Manager*>(managed->manager);
   if (manager->maker.is_this()) delete manager;
@@ -61,7 +61,7 @@ LentTensor lend_as_tensor(std::shared_ptr<char> memory, uint64_t bytes, int devi
       &drop};
   const Loan loan(manager->tensor);
   PyObject* const capsule = PyCapsule_New(&manager->managed, kName, [](PyObject* object) {
-    if (PyCapsule_IsValid(object, kName) == 0) return;  // its tensor drops it
+    if (PyCapsule_IsValid(object, kName) == 0) return;  // a consumer owns it
     drop(static_cast<DLManagedTensor*>(PyCapsule_GetPointer(object, kName)));
   });
   if (capsule == nullptr) {

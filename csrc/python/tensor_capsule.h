@@ -1,5 +1,5 @@
-// Memory of the core as a tensor, by DLPack: any library that knows it can use the memory without a copy, and owns it as long as
-// its tensor lives.
+// Exposes memory of the core as a tensor by DLPack. Any library that supports DLPack can use the memory without a copy;
+// its tensor owns the memory.
 #pragma once
 
 #include <pybind11/pybind11.h>
@@ -9,7 +9,7 @@
 
 namespace llm_comm::python {
 
-// What tells whether a tensor that was made of a capsule is still there.
+// Tells whether the tensor made from a capsule still exists.
 class Loan {
  public:
   explicit Loan(std::weak_ptr<void> tensor) : tensor_(std::move(tensor)) {}
@@ -20,11 +20,11 @@ class Loan {
 };
 
 struct LentTensor {
-  pybind11::capsule capsule;  // "dltensor", of `bytes` unsigned bytes
+  pybind11::capsule capsule;  // "dltensor" of `bytes` unsigned bytes
   Loan loan;
 };
 
-// `memory`: its first byte, and what keeps it. `device`: number of the CUDA device, or -1 for memory of the host.
+// `memory`: pointer to the first byte, which also owns the memory. `device`: CUDA device number, or -1 for host memory.
 LentTensor lend_as_tensor(std::shared_ptr<char> memory, uint64_t bytes, int device);
 
 }  // namespace llm_comm::python

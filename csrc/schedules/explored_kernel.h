@@ -1,14 +1,15 @@
-// The kernel of a program of llm_comm.dsl in a shared library that runs it under seeded schedules of the deterministic emulator.
-// Python's llm_comm.dsl.schedules compiles such libraries, with LLM_COMM_DETERMINISTIC, and fills in the structs.
+// Exports a DSL kernel (llm_comm.dsl) from a shared library that runs it under seeded schedules of the deterministic
+// emulator. Python's llm_comm.dsl.schedules compiles such libraries with LLM_COMM_DETERMINISTIC and fills in the
+// structs.
 #pragma once
 
 #include "llm_comm/program.cuh"
 
 namespace llm_comm::inline LLM_COMM_TARGET::schedules {
 
-// A size of messages, and the grid that the kernel has for it.
+// A message size and the kernel's grid for it.
 struct ProgramSize {
-  uint64_t part_bytes;  // of a part of the message: whole elements of 4 bytes
+  uint64_t part_bytes;  // bytes of a shard of the message; whole elements of 4 bytes
   uint32_t blocks;
   uint32_t threads;
 };
@@ -19,19 +20,19 @@ struct ArmedRange {
   uint64_t end;
 };
 
-// What is known of a program beside its kernel, which is one for elements of fp32.
+// Properties of a DSL kernel. The kernel is compiled for fp32 elements.
 struct Program {
   uint32_t world;
-  uint32_t groups;        // of blocks, which wait for each other
-  uint32_t root;          // whose input counts where results are one rank's
-  bool has_parted_input;  // a part for each rank, else one
+  uint32_t groups;        // groups of blocks that wait for each other
+  uint32_t root;          // rank whose input counts, if results are one rank's
+  bool has_parted_input;  // one shard per rank, else a single one
   bool has_parted_output;
-  bool adds_up;              // results are sums of all ranks; else they are moved
-  bool sums_in_rank_order;   // and these are bitwise the one sum (reduce.cuh); else they are only exact
+  bool adds_up;              // results are sums over all ranks; else data is moved
+  bool sums_in_rank_order;   // sums are bitwise those of reduce.cuh; else only exact sums are compared
   bool works_in_place;       // the output may be the input
-  bool has_symmetric_input;  // peers use it, so it lies at the same place on all ranks
+  bool has_symmetric_input;  // peers access it, so it has the same symmetric offset on all ranks
   bool has_symmetric_output;
-  uint32_t semaphores;  // of its channels
+  uint32_t semaphores;  // semaphores of its channels
   uint64_t shared_bytes;
   uint64_t workspace_bytes;
   const ArmedRange* armed;
@@ -42,31 +43,31 @@ struct Program {
 
 enum class Failure : uint32_t { kNone, kResult, kWait, kNotArmed, kUndefined };
 
-// How schedules went: of the first that failed, else of the last one.
+// Result of the schedules: of the first that failed, else of the last one.
 struct Outcome {
   Failure failure;
   uint32_t rank;       // where it failed
-  uint32_t peer;       // of a wait: whom it was for
-  uint32_t schedules;  // that were run
+  uint32_t peer;       // of a wait: the rank that was waited for
+  uint32_t schedules;  // number of schedules run
   uint64_t seed;
-  uint64_t step;         // of the schedule: what failed first failed here
-  uint64_t steps;        // of the schedule
-  uint64_t element;      // of a result: which; of a line that is not armed: its byte of the workspace
-  uint64_t part_bytes;   // of the call that failed
-  uint64_t fingerprint;  // changes with every access, its order and its value
+  uint64_t step;         // step of the first failure in the schedule
+  uint64_t steps;        // length of the schedule
+  uint64_t element;      // index of a wrong result, or workspace byte of a line that does not hold the sentinel
+  uint64_t part_bytes;   // size of a shard in the failed call
+  uint64_t fingerprint;  // hash of the order and the value of every access
   char text[512];
 };
 
 using ProgramKernel = void (*)(ProgramArgs);
 
-// Runs schedules first_seed, first_seed + 1, ... until one fails. `trace`: a file that gets every access, or nullptr. One call at a
-// time.
+// Runs schedules first_seed, first_seed + 1, ... until one fails. `trace`: file that receives every access, or nullptr.
+// Not reentrant.
 void explore(const Program& program, ProgramKernel kernel, uint64_t first_seed, uint32_t count, const char* trace,
              Outcome& outcome);
 
 }  // namespace llm_comm::inline LLM_COMM_TARGET::schedules
 
-// What a library offers of its one kernel.
+// Function that a library with one kernel exports.
 #define LLM_COMM_EXPLORED_KERNEL(name)                                                                               \
   extern "C" void llm_comm_explore(const llm_comm::schedules::Program* program, uint64_t first_seed, uint32_t count, \
                                    const char* trace, llm_comm::schedules::Outcome* outcome) {                       \

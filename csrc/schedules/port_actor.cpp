@@ -14,7 +14,8 @@ void PortActor::start(const host::PortOwner& owner) {
   if (has_started_) return;
   has_started_ = true;
   owner_ = owner;
-  owner_.workspace_bytes = machine_.memory().bytes_of_rank();  // what channels of no algorithm write to lies behind
+  owner_.workspace_bytes =
+      machine_.memory().bytes_of_rank();  // more: channels of no algorithm write beyond the workspace
   delay_ = machine_.random().pick({0u, 8u, 64u, 512u});
   most_of_batch_ = machine_.random().pick({1u, 2u, 8u});
   view_ = machine_.memory().new_view();
@@ -28,7 +29,7 @@ void PortActor::later(void (PortActor::*action)(uint32_t), uint32_t peer) {
   machine_.at(machine_.now() + 1 + machine_.random().below(scale + 1), [this, action, peer] { (this->*action)(peer); });
 }
 
-// Where the rank stands still, so does its host.
+// A stalled rank's host is stalled too.
 bool PortActor::may_act(void (PortActor::*action)(uint32_t), uint32_t peer) {
   const uint64_t until = machine_.frozen_until(rank_);
   if (until <= machine_.now()) return !owner_.has_failed();
@@ -36,7 +37,8 @@ bool PortActor::may_act(void (PortActor::*action)(uint32_t), uint32_t peer) {
   return false;
 }
 
-// ---- Taking requests -------------------------------------------------------------------------------------------------
+// ---- Reading requests
+// ------------------------------------------------------------------------------------------------
 
 void PortActor::look() {
   if (is_looking_) return;
@@ -73,7 +75,8 @@ bool PortActor::take_one() {
   return true;
 }
 
-// ---- Carrying them out -----------------------------------------------------------------------------------------------
+// ---- Executing requests
+// ----------------------------------------------------------------------------------------------
 
 void PortActor::begin_batch(uint32_t peer) {
   Lane& lane = lanes_[peer];
@@ -89,7 +92,7 @@ void PortActor::begin_batch(uint32_t peer) {
   later(&PortActor::go_on, peer);
 }
 
-// Does a piece of the first step that is left.
+// Executes a piece of the first remaining step.
 void PortActor::go_on(uint32_t peer) {
   if (!may_act(&PortActor::go_on, peer)) return;
   Lane& lane = lanes_[peer];
@@ -127,14 +130,14 @@ void PortActor::copy(Lane& lane, char* to, const char* from, uint64_t bytes) {
     if (machine_.memory().contains(from)) {
       machine_.load(lane.memory, from + done, &word, sizeof(word), sizeof(word), Order::kWeak);
     } else {
-      std::memcpy(&word, to + done, sizeof(word));  // what the bytes behind the last one are, they stay
+      std::memcpy(&word, to + done, sizeof(word));  // keeps the bytes beyond the last one
       std::memcpy(&word, from + done, std::min(bytes - done, uint64_t{sizeof(word)}));
     }
     machine_.store(lane.memory, to + done, &word, sizeof(word), sizeof(word), Order::kWeak);
   }
 }
 
-// In any order.
+// Stores the words in random order.
 void PortActor::store_words(Lane& lane, char* to, const host::PortStep& step) {
   std::vector<uint32_t> order(step.count);
   for (uint32_t i = 0; i < step.count; ++i) {

@@ -1,7 +1,9 @@
-// The proxy of a rank as an actor of the schedule: it takes requests in their order, and carries them out at times drawn from the seed.
+// PortActor: the proxy of a rank in a schedule. It reads requests in order and executes them at random times of the
+// seed.
 //
-// Between peers there is no order. What is put is read late, and stored in pieces in any order, weakly, so that only the signal
-// behind it, a release, makes it known. Requests to one peer that have come together are arranged as the product does.
+// There is no order between peers. The data of a put is read late and stored in pieces, in any order, by weak stores,
+// so that only the following signal, a release, makes it visible. Requests to one peer that arrive together are merged
+// as in the product (host/port_batch.h).
 #pragma once
 
 #include <deque>
@@ -17,7 +19,7 @@ class PortActor final : public host::Ports {
  public:
   static constexpr uint32_t kEntriesLog2 = 3;
 
-  // `ring`: in the modelled memory of the rank, zeros at first.
+  // `ring`: in the rank's modelled memory, zeroed.
   PortActor(emulator::Machine& machine, uint32_t rank, char* ring) : machine_(machine), rank_(rank), ring_(ring) {}
 
   PortRing* ring() const override { return reinterpret_cast<PortRing*>(ring_); }
@@ -33,13 +35,13 @@ class PortActor final : public host::Ports {
     uint64_t offset;
     uint64_t bytes;
   };
-  // What goes to one peer.
+  // Requests for one peer.
   struct Lane {
     emulator::ThreadMemory memory;
     std::deque<PortRequest> requests;
     host::PortBatch batch;
-    std::vector<host::PortStep> steps;  // of the batch, that are left
-    std::vector<Piece> pieces;          // of the first one, that are left
+    std::vector<host::PortStep> steps;  // remaining steps of the batch
+    std::vector<Piece> pieces;          // remaining pieces of the first step
     bool is_busy = false;
   };
 
@@ -63,7 +65,7 @@ class PortActor final : public host::Ports {
   uint32_t most_of_batch_ = 1;
   uint64_t position_ = 0;  // of the next request
   emulator::ViewId view_ = 0;
-  emulator::ThreadMemory memory_;  // of what looks for requests
+  emulator::ThreadMemory memory_;  // memory state of the reader of requests
   Lane lanes_[kMaxWorldSize];
 };
 

@@ -8,7 +8,7 @@ namespace llm_comm::inline LLM_COMM_TARGET::schedules {
 
 namespace {
 
-// Of numbers that differ as much, sums in another order are other ones.
+// Floats of very different magnitudes: their sum in another order has other bits.
 uint32_t draw_float(Random& random) {
   const auto bits = static_cast<uint32_t>(random.next());
   return (bits & 0x807FFFFFu) | random.between(115, 139) << 23;

@@ -1,4 +1,4 @@
-// The calls of a schedule of a program: what the caller's tensors hold, and what comes out.
+// Calls of a schedule of a DSL kernel: content of the caller's tensors and expected results.
 #pragma once
 
 #include <vector>
@@ -11,7 +11,7 @@ namespace llm_comm::inline LLM_COMM_TARGET::schedules {
 struct ProgramCall {
   ProgramSize size;
   bool is_in_place;
-  uint64_t input_shift[kMaxWorldSize];  // bytes by which the rank's tensor lies behind a whole line
+  uint64_t input_shift[kMaxWorldSize];  // distance in bytes of the rank's tensor from a line boundary
   uint64_t output_shift[kMaxWorldSize];
   std::vector<uint32_t> input[kMaxWorldSize];  // words, by rank
   std::vector<uint32_t> expected[kMaxWorldSize];

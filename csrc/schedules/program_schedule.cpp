@@ -1,5 +1,6 @@
-// Schedules of a program. On each rank a call is three grids of a stream: the caller writes the input, the kernel runs, and the caller
-// reads the output and takes both tensors back. So a kernel that uses a tensor before or after its time is found, too.
+// Schedules of a DSL kernel. On each rank a call is three grids of a stream: the caller writes the input, the kernel
+// runs, and the caller reads the output and overwrites the tensors. A kernel that uses a tensor too early or too late
+// is therefore detected.
 #include <algorithm>
 #include <cstdio>
 #include <exception>
@@ -17,9 +18,9 @@ namespace {
 
 using emulator::Ending;
 
-// Of the caller's grids.
+// Threads of the caller's grids.
 constexpr uint32_t kCallerThreads = 4;
-// What the caller writes to tensors that nobody may look at any more.
+// Pattern that the caller writes to tensors that no kernel may use any longer.
 constexpr uint32_t kScribble = 0x5A5A5A5Au;
 
 struct Found {
@@ -32,7 +33,7 @@ struct Found {
   std::string text;
 };
 
-// Words of a tensor, which the threads of the caller share out; whole lines where it has them.
+// Words of a tensor, divided among the caller's threads; whole lines where possible.
 template <class Visit>
 void for_each_piece(char* first, uint64_t words, Visit visit) {
   constexpr uint64_t kWordsOfLine = sizeof(Line) / sizeof(uint32_t);
@@ -67,12 +68,12 @@ class Schedule {
   Found run() {
     emulator::Temper temper = draw_temper(program_.world, random_);
     is_dependent_ = random_.chance(128);
-    // A block of each group at least (host/prepared_program.h).
+    // At least one block of each group runs at once (host/prepared_program.h).
     uint32_t& resident = temper.scheduler.resident_threads;
     for (uint32_t i = 0; i < program_.size_count; ++i) {
       resident = std::max(resident, program_.groups * program_.sizes[i].threads);
     }
-    first_call_ = random_.pick({0u, 1u, 65534u, 65535u});  // arrivals have more than 32 bits from call 65536 on
+    first_call_ = random_.pick({0u, 1u, 65534u, 65535u});  // from call 65536 on the arrival counter exceeds 32 bits
     const uint32_t count = random_.between(3, 5);
     for (uint32_t i = 0; i < count; ++i) calls_.push_back(draw_call(program_, random_));
     world_.reset(random_.next(), temper, first_call_);
@@ -91,7 +92,7 @@ class Schedule {
   }
 
  private:
-  // What failed first counts: the rest may follow from it.
+  // Keeps the earliest failure, because later ones may follow from it.
   bool note(Failure failure, uint64_t step, uint32_t rank, std::string text) {
     if (found_.failure != Failure::kNone && found_.step <= step) return false;
     found_ = {failure, step, rank, 0, 0, 0, std::move(text)};
@@ -160,11 +161,11 @@ class Schedule {
            (call.is_in_place ? ", in place)" : ")");
   }
 
-  // Waits that gave up. The first one knows whom it waited for; later ones may name whom its note names.
+  // Aborted waits. The first one names the rank it waited for; later ones may name the rank of its fault report.
   void look_for_errors(uint32_t rank) {
     const ErrorRecord& error = world_.mailbox(rank).error;
     if (error.complete == 0) return;
-    // Waits of ports do not know of which call they are.
+    // Waits of port channels do not know their call.
     const bool is_of_call = error.operation != static_cast<uint32_t>(OperationKind::kUser);
     const uint64_t number = is_of_call ? error.sequence - first_call_ : ~uint64_t{0};
     const std::string call = "rank " + std::to_string(rank) + (number < calls_.size() ? ", " + name(number) : "");
@@ -203,7 +204,7 @@ class Schedule {
   ProgramKernel kernel_;
   Random random_;
   uint64_t first_call_ = 0;
-  bool is_dependent_ = false;  // whether the caller's grids are launched ahead
+  bool is_dependent_ = false;  // the caller's grids use dependent launch
   std::vector<ProgramCall> calls_;
   Found found_;
 };

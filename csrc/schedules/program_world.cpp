@@ -8,7 +8,7 @@ namespace llm_comm::inline LLM_COMM_TARGET::schedules {
 namespace {
 
 constexpr uint64_t kAlignment = 128;
-// Any but that of kernels outside of the library, which the channels have.
+// Any kind except that of user kernels, which the channels have.
 constexpr auto kKind = static_cast<OperationKind>(1);
 
 uint64_t up(uint64_t bytes) { return (bytes + kAlignment - 1) / kAlignment * kAlignment; }
@@ -82,7 +82,7 @@ void ProgramWorld::start_ports(uint32_t rank) {
   owner.rank = rank;
   owner.world_size = program_.world;
   owner.has_failed = [this, rank] { return mailbox(rank).error.complete != 0; };
-  owner.fail = [] {};  // the actor throws
+  owner.fail = [] {};  // the actor throws instead
   owner.find_in_heap = [this](uint32_t of, uint64_t place, uint64_t bytes) -> char* {
     return bytes <= segment_bytes_ && place <= segment_bytes_ - bytes ? segment(of) + place : nullptr;
   };

@@ -1,14 +1,14 @@
-// How a schedule goes: how weak its memory is, how its threads are chosen, and what its ending means.
+// Schedule parameters: draws the weakness of memory and the scheduler's behaviour, and describes how a schedule ended.
 #pragma once
 
 #include "emulator/deterministic/machine.h"
 
 namespace llm_comm::inline LLM_COMM_TARGET::schedules {
 
-// Drawn from all of them, for so many ranks.
+// Draws random parameters for `ranks` ranks.
 emulator::Temper draw_temper(uint32_t ranks, emulator::Random& random);
 
-// "" or what went wrong, for an ending other than kDone; with what the machine says of it.
+// Description of an ending other than kDone, with the machine's fault; "" for kDone.
 std::string describe(emulator::Ending ending, const emulator::Machine& machine);
 
 }  // namespace llm_comm::inline LLM_COMM_TARGET::schedules

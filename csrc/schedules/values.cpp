@@ -31,13 +31,13 @@ uint32_t draw_value(DataType type, Random& random) {
   const uint32_t sign = all_ones / 2 + 1;
   switch (random.below(16)) {
     case 0:
-      return static_cast<uint32_t>(random.next()) & all_ones;  // NaN, infinities and subnormals among them
+      return static_cast<uint32_t>(random.next()) & all_ones;  // includes NaN, infinities and subnormals
     case 1:
-      return all_ones;  // what a line that has not arrived is filled with
+      return all_ones;  // the sentinel
     case 2:
       return sign;  // -0.0
     case 3:
-      return all_ones - 1;  // what a sentinel is sent as
+      return all_ones - 1;  // encoding of the sentinel
     default:
       return draw_number(type, random);
   }

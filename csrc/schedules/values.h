@@ -1,4 +1,4 @@
-// What elements of a schedule's tensors hold.
+// Random elements for the tensors of schedules.
 #pragma once
 
 #include <cstdint>
@@ -13,10 +13,10 @@ using emulator::Random;
 
 std::string hex(uint64_t value);
 
-// A multiple of 1/64 between -32 and 32: in fp32, sums of eight are exact.
+// A multiple of 1/64 between -32 and 32: fp32 sums of eight are exact.
 uint32_t draw_number(DataType type, Random& random);
 
-// Most often a number; else any bits, or those that algorithms treat in a way of their own.
+// Mostly a number as draw_number(); else random bits, or values that algorithms treat specially.
 uint32_t draw_value(DataType type, Random& random);
 
 }  // namespace llm_comm::inline LLM_COMM_TARGET::schedules

@@ -1,11 +1,13 @@
-// All-gather of symmetric outputs by copies in the stream (CE): every rank has its part copied to where it belongs in the output of
-// each rank, as one copy to each peer.
+// All-gather of symmetric outputs by copy engines (CE): every rank copies its shard to its position in the output of
+// each rank, with one copy per peer enqueued on the stream.
 //
-// One hop, (N-1)/N of the output sent by each rank, and nothing is copied twice. Copy engines carry more than the stores of a kernel.
-// But they begin late, and a copy of the GPU to itself slows one to a peer down (docs/experiments/channels.md). So a kernel beside them
-// stores the head of the part to the peers, and the whole part to this rank's own output. The input is any tensor, the output lies at
-// the same place of the symmetric heap on every rank (stream_copies.cuh, with the argument why it may be written, and is whole at the
-// end).
+// One hop. Each rank sends its shard to N-1 peers, and nothing is staged. Copy engines reach a higher bandwidth than
+// stores of a kernel, but they start late, and a copy within the GPU slows down a copy to a peer
+// (docs/experiments/channels.md). A kernel beside them therefore stores the head of the shard to the peers, and the
+// whole shard to this rank's own output.
+//
+// The input may be any tensor. The output has the same symmetric offset on every rank. stream_copies.cuh proves that
+// the outputs may be written and that they are complete at the end.
 #pragma once
 
 #include <vector>
@@ -62,7 +64,8 @@ struct AllGatherDirectCE : ByStreamCopies {
     return &all_gather_direct_ce<World>;
   }
 
-  // An engine would take rows one by one. Parts may begin anywhere.
+  // Copy engines would copy each row separately, so only single-row shards are supported. Shards may begin at any
+  // address.
   static bool is_served(const Problem& problem) { return problem.parameter[kRows] == 1; }
 
   static Grid grid(const Problem& problem, const Tiling&, uint64_t, const Limits& limits) {

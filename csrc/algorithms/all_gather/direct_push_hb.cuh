@@ -1,7 +1,8 @@
-// All-gather of symmetric outputs by push (HB): every rank stores its part where it belongs in the output of each rank.
+// All-gather of symmetric outputs by push (HB): every rank stores its shard at its position in the output of each rank.
 //
-// One hop, (N-1)/N of the output sent by each rank, and nothing is copied twice. The input is any tensor, the output lies in the
-// symmetric heap on every rank (direct.cuh, with the argument why it may be written, and is whole at the end).
+// One hop. Each rank sends its shard to N-1 peers, and nothing is staged. The input may be any tensor; the output is in
+// symmetric memory on every rank. direct.cuh proves that the outputs may be written and that they are complete at the
+// end.
 #pragma once
 
 #include "algorithms/all_gather/operation.cuh"
@@ -11,7 +12,7 @@ namespace llm_comm::inline LLM_COMM_TARGET {
 
 inline constexpr OperationKind kAllGatherDirectPushHB = kKindOf<struct AllGatherDirectPushHB>;
 
-// The lines of one part in the whole tensor, which is in lines too.
+// Positions of a shard's lines in the whole tensor. Both are multiples of lines.
 class LinesOfPart {
  public:
   LLM_COMM_DEVICE LinesOfPart(const Parts& parts, uint32_t rank, uint32_t element_bytes)
@@ -20,7 +21,7 @@ class LinesOfPart {
         lines_of_row_(static_cast<uint32_t>(parts.part[rank].size * element_bytes / sizeof(Line))),
         has_gaps_(parts.rows > 1) {}
 
-  // Bytes from the beginning of the tensor to a line of the part.
+  // Byte offset in the tensor of a line of the shard.
   LLM_COMM_DEVICE uint64_t offset(uint32_t line) const {
     if (!has_gaps_) return first_ + uint64_t{line} * sizeof(Line);
     const uint32_t row = line / lines_of_row_;

@@ -1,9 +1,11 @@
-// One-shot all-gather (1PA, LL): every rank sends its part to every other rank, which puts it where it belongs.
+// One-shot all-gather (1PA, LL): every rank sends its shard to every other rank, which stores it at its position in the
+// output.
 //
-// One hop, and any bytes (ll_bytes.cuh). Slot: [sender][line], [sender][mask].
+// One hop; carries arbitrary bytes (ll_bytes.cuh). Slot layout: [sender][line], [sender][mask].
 //
-// The rules of operation.cuh: R1, a rank ends after it has received line 0 from every peer, which sends one even where its part
-// is empty; R2, the thread that receives a line re-arms it.
+// Rules of operation.cuh:
+//   R1  A rank ends after it has received line 0 from every peer. A peer sends line 0 even if its shard is empty.
+//   R2  The thread that receives a line resets it.
 #pragma once
 
 #include "algorithms/all_gather/operation.cuh"
@@ -14,8 +16,8 @@ namespace llm_comm::inline LLM_COMM_TARGET {
 
 inline constexpr OperationKind kAllGatherOneShot = kKindOf<struct AllGatherOneShot>;
 
-// Thread (k, c) of a block sends line c of each of the block's tiles of this rank's part to peer k, and receives that of
-// peer k; those of this rank copy.
+// Thread (k, c) of a block handles line c of each of the block's tiles: it sends that line of this rank's shard to peer
+// k and receives that line of peer k's shard. Threads with k == rank copy this rank's shard to the output.
 template <DataType D>
 LLM_COMM_KERNEL(kMaxPartThreads)
 all_gather_one_shot(LLM_COMM_KERNEL_PARAM PartsArgs args) {
@@ -35,8 +37,8 @@ all_gather_one_shot(LLM_COMM_KERNEL_PARAM PartsArgs args) {
   session.divide_slots(slot_lines);
   LLBytes exchange(session, args.comm, slot_lines);
   session.wait_for_grids_before(source.precomputed(), target.precomputed(), first);
-  // A thread that sends nothing is missed by its peers, whose waits end; what it would have received, by this rank, which has an
-  // error.
+  // A thread may leave without sending. Its peers' waits then end with an error. What it does not receive is missing on
+  // this rank only, which has an error already.
   if (!session.begin()) return;
   session.enter_slot();
 
@@ -46,20 +48,20 @@ all_gather_one_shot(LLM_COMM_KERNEL_PARAM PartsArgs args) {
       if (is_there) target.store(line, source.load(line));
       continue;
     }
-    // A thread sends before it waits: so no two ranks wait for each other.
+    // A thread sends before it waits, so no two ranks wait for each other.
     if (line < exchanged.sent) exchange.send(line, is_there ? source.load(line) : Line{});
     if (line < exchanged.received) {
       const Line value = exchange.receive(line, 0);
       if (line < target.lines()) target.store(line, value);
     }
   }
-  // Every block once, when all its threads have begun: the number of the operation then stands for the next one.
+  // Each block arrives once, after all its threads have read the operation number.
   block_sync();
   if (thread_index() == 0) session.arrive();
 }
 
-// Few ranks: a thread sends a line of this rank's part to all peers, copies it, and receives the same line of theirs. It sends one
-// line ahead of those that it waits for. `Plain`: as PartsArgs::is_plain.
+// Kernel for few ranks: a thread sends a line of this rank's shard to all peers, copies it to the output, and receives
+// the same line from all peers. It sends one line ahead of those it waits for. `Plain`: PartsArgs::is_plain.
 template <DataType D, int World, bool Plain>
 LLM_COMM_DEVICE void all_gather_by_lines(const PartsArgs& args, uint32_t block) {
   constexpr uint32_t kPeers = World - 1;
@@ -109,7 +111,7 @@ LLM_COMM_DEVICE void all_gather_by_lines(const PartsArgs& args, uint32_t block) 
   for (uint32_t line = first;; line += stride) {
     if (begun) send(line);
     if (line == first) {
-      // While the first answers are on their way. All threads know the number of the operation by now.
+      // Arrive while the first answers are in flight. All threads have read the operation number here.
       block_sync();
       if (thread_index() == 0) session.arrive();
       if (!begun || first >= most) return;

@@ -1,5 +1,5 @@
-// All-gather: every rank gets the parts of all, put together along a dimension. Bytes: they keep their bits, whatever they
-// stand for.
+// All-gather: every rank gets the shards of all ranks, concatenated along a dimension. Elements are moved as bytes, so
+// any type keeps its bits.
 #pragma once
 
 #include "algorithms/parts_operation.h"

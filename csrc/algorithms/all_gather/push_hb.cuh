@@ -1,5 +1,5 @@
-// All-gather by push (HB): every rank stores its part, chunk by chunk, to the staging memory of all others, which put it where it
-// belongs (step_pipeline.cuh, with the argument why buffers may be written again).
+// All-gather by push (HB): every rank stores its shard, chunk by chunk, to the staging memory of all peers, which copy
+// it to its position in the output. step_pipeline.cuh proves that the buffers may be reused.
 #pragma once
 
 #include "algorithms/all_gather/operation.cuh"
@@ -8,7 +8,7 @@
 namespace llm_comm::inline LLM_COMM_TARGET {
 
 inline constexpr OperationKind kAllGatherPushHB = kKindOf<struct AllGatherPushHB>;
-inline constexpr uint32_t kAllGatherPushTeams = 2;  // one sends, one delivers
+inline constexpr uint32_t kAllGatherPushTeams = 2;  // one sends, one copies to the output
 
 template <DataType D, int World, template <int> class Buffers>
 LLM_COMM_DEVICE void all_gather_in_steps(const PartsArgs& args, OperationKind kind) {

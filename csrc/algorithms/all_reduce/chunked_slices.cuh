@@ -1,4 +1,4 @@
-// Descriptors of algorithms that send the slices of a message in chunks.
+// Launch shape of all-reduce algorithms that send the slices of a message in chunks.
 #pragma once
 
 #include "algorithms/chunked.cuh"

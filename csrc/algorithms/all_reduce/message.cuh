@@ -1,4 +1,5 @@
-// The caller's message seen as 16-byte lines: whole ones where pointers are aligned, else element by element.
+// Message: the caller's tensors as 16-byte lines: whole lines where pointers are aligned, else element by element. Used
+// by the all-reduce algorithms.
 #pragma once
 
 #include "algorithms/all_reduce/operation.cuh"
@@ -7,12 +8,12 @@
 
 namespace llm_comm::inline LLM_COMM_TARGET {
 
-// A line that is not aligned, or of which only the first `count` elements are there, element by element; the rest is zeros.
+// Loads the first `count` elements of an unaligned or partial line; the rest is zeros.
 template <DataType D>
 LLM_COMM_DEVICE_CALL Line load_elements(const typename Element<D>::Storage* first, uint64_t count) {
   using Storage = typename Element<D>::Storage;
   constexpr uint32_t kPerLine = sizeof(Line) / sizeof(Storage);
-  // All loads first: a loop that ends with the message would wait for each before the next.
+  // Issues all loads before it uses any: a loop that stops at the end of the message would wait for each.
   Storage element[kPerLine];
   LLM_COMM_UNROLL(8)
   for (uint32_t i = 0; i < kPerLine; ++i) element[i] = i < count ? first[i] : 0;
@@ -24,7 +25,7 @@ LLM_COMM_DEVICE_CALL Line load_elements(const typename Element<D>::Storage* firs
   return line;
 }
 
-// Stores the first `count` elements of a line, or all, where it is not aligned.
+// Stores the first `count` elements of a line, at most all of them.
 template <DataType D>
 LLM_COMM_DEVICE_CALL void store_elements(typename Element<D>::Storage* first, uint64_t count, Line line) {
   using Storage = typename Element<D>::Storage;
@@ -35,8 +36,8 @@ LLM_COMM_DEVICE_CALL void store_elements(typename Element<D>::Storage* first, ui
   }
 }
 
-// Input and output of this rank. The last line may be partial and pointers only element-aligned: both go the
-// slow way, element by element, with zeros sent in place of what is not there.
+// Input and output of this rank. The last line may be partial and pointers may be only element-aligned. Both cases take
+// the slow path, with zeros in place of missing elements.
 template <DataType D>
 class Message {
  public:
@@ -53,7 +54,7 @@ class Message {
   LLM_COMM_DEVICE uint64_t bytes() const { return count_ * sizeof(Storage); }
   LLM_COMM_DEVICE uint32_t lines() const { return static_cast<uint32_t>((count_ + kPerLine - 1) / kPerLine); }
 
-  // Addresses of a line, and what there is of some lines.
+  // Addresses of a line, and bytes that exist of some lines.
   LLM_COMM_DEVICE const void* input_from(uint32_t line) const { return input_ + uint64_t{line} * kPerLine; }
   LLM_COMM_DEVICE const void* output_from(uint32_t line) const { return output_ + uint64_t{line} * kPerLine; }
   LLM_COMM_DEVICE uint64_t bytes_of_lines(uint32_t first, uint32_t lines) const {
@@ -62,7 +63,7 @@ class Message {
     return ((end < count_ ? end : count_) - begin) * sizeof(Storage);
   }
 
-  // Changes with every address and bound that load() and store() use (for grid_dependency_wait_after).
+  // Depends on every address and bound that load() and store() use (for grid_dependency_wait_after).
   LLM_COMM_DEVICE uint64_t precomputed() const {
     return reinterpret_cast<uint64_t>(input_) + reinterpret_cast<uint64_t>(output_) + input_whole_lines_ +
            output_whole_lines_;
@@ -91,7 +92,7 @@ class Message {
     }
   }
 
-  // Stores the pack whose first element is `first`, a multiple of Width, as far as it exists.
+  // Stores the existing elements of the pack that starts at element `first`, a multiple of Width.
   template <uint32_t Width>
   LLM_COMM_DEVICE void store_pack(uint32_t first, Pack<D, Width> pack) const {
     if (Width > 1 && first + Width <= output_whole_lines_ * kPerLine) {
@@ -111,7 +112,7 @@ class Message {
   const Storage* input_;
   Storage* output_;
   uint64_t count_;
-  // How many can be accessed whole.
+  // Lines that can be accessed whole.
   uint32_t input_whole_lines_;
   uint32_t output_whole_lines_;
 };

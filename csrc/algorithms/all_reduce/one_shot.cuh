@@ -1,9 +1,11 @@
-// One-shot all-reduce (1PA, LL): every rank sends its whole message to every other rank, and sums what it gets.
+// One-shot all-reduce (1PA, LL): every rank sends its whole message to every other rank and reduces what it receives.
 //
-// One hop. Each rank sends (N-1) x bytes, which is why larger messages take two_shot.cuh. Slot: [sender][line], of the other ranks.
+// One hop. Each rank sends (N-1) * bytes, so larger messages use two_shot.cuh. Slot layout: [sender][line], for the
+// other ranks.
 //
-// The rules of operation.cuh: R1, a rank ends after it has received line 0 from every peer; R2, the thread that
-// receives a line re-arms it.
+// Rules of operation.cuh:
+//   R1  A rank ends after it has received line 0 from every peer.
+//   R2  The thread that receives a line resets it.
 #pragma once
 
 #include "algorithms/all_reduce/message.cuh"
@@ -14,7 +16,7 @@ namespace llm_comm::inline LLM_COMM_TARGET {
 
 inline constexpr OperationKind kAllReduceOneShot = kKindOf<struct AllReduceOneShot>;
 
-// `SingleTile`: the grid has a block for every tile.
+// `SingleTile`: the grid has one block per tile.
 template <DataType D, int World, bool SingleTile>
 LLM_COMM_KERNEL(kMaxBlockThreads)
 all_reduce_one_shot(LLM_COMM_KERNEL_PARAM AllReduceArgs args) {
@@ -27,7 +29,7 @@ all_reduce_one_shot(LLM_COMM_KERNEL_PARAM AllReduceArgs args) {
   const uint32_t lines = message.lines();
   const uint32_t first = block * self.tile_lines;
   const uint32_t stride = block_count() * self.tile_lines;
-  // Contributions of a tile by rank, twice: a tile is written while slow threads still sum the one before.
+  // Two buffers of contributions by rank: a tile is written while slow threads still add the previous one.
   Line* const contributions = shared_memory<Line>();
 
   LLSession session(args.comm, kAllReduceOneShot, message.bytes(), self.rank, self.peer);
@@ -37,7 +39,8 @@ all_reduce_one_shot(LLM_COMM_KERNEL_PARAM AllReduceArgs args) {
   typename Message<D>::Load coming(message, first_line, first_line < lines, args.comm.workspace[self.rank]);
   session.wait_for_grids_before(message.precomputed(), coming.precomputed(), first,
                                 reinterpret_cast<uint64_t>(contributions));
-  // The next line to send is always on its way; the first beside the operation's number, which is as far away.
+  // The next line to send is always in flight. The first one is loaded together with the operation number, which has
+  // the same latency.
   Line next;
   const bool begun = session.begin_beside(coming, next);
 
@@ -62,19 +65,18 @@ all_reduce_one_shot(LLM_COMM_KERNEL_PARAM AllReduceArgs args) {
     for_each_pack<D, World>(tile_packs, [&](uint32_t i) {
       message.store_pack(tile * kPerLine + i * kWidth, sum_in_rank_order<D, World>(packs + i, tile_packs));
     });
-    // After the result is out: the next operation that uses the line cannot start before this one has ended.
+    // Reset after the result is stored: the next operation that uses the line cannot start before this one has ended.
     if (!self.is_own && line < lines) session.re_arm(received);
   };
 
-  // Threads that may not begin leave behind the first send, which is none. They are missed only in the sums of this self.rank,
-  // which has an error. Were there a way out before, ptxas would load the line after it, when the number has come.
+  // Threads that abort exit after the skipped send. They are missing only in the sums of this rank, which has an error
+  // already. An earlier exit would make ptxas move the load of the line behind the wait for the operation number.
   if constexpr (SingleTile) {
     send(first);
     if (!begun) return;
     reduce(first);
   } else {
-    // Reducing runs `depth` tiles behind sending, so that the links carry later tiles while earlier ones are
-    // waited for.
+    // Reducing lags sending by `depth` tiles, so that the links carry later tiles while earlier ones are waited for.
     const uint32_t lag = args.depth * stride;
     for (uint32_t tile = first; tile < lines + lag; tile += stride) {
       if (tile < lines) send(tile);
@@ -84,9 +86,9 @@ all_reduce_one_shot(LLM_COMM_KERNEL_PARAM AllReduceArgs args) {
   }
 }
 
-// Two ranks: a thread has its lines for itself. It adds the one that it gets to its own, so a sum needs neither shared memory nor
-// a barrier, and half as many threads do the same. From one line to the next of a thread it is `stride`; `depth` says how many
-// lines it sends ahead of the one that it adds.
+// Kernel for two ranks: a thread adds the line it receives to its own, so it needs neither shared memory nor a barrier,
+// and half as many threads do the same work. A thread's lines are `stride` apart; `depth`: lines it sends ahead of the
+// one it adds.
 template <DataType D, bool SingleTile>
 LLM_COMM_KERNEL(kMaxBlockThreads / 2)
 all_reduce_one_shot_pair(LLM_COMM_KERNEL_PARAM AllReduceArgs args) {
@@ -101,21 +103,21 @@ all_reduce_one_shot_pair(LLM_COMM_KERNEL_PARAM AllReduceArgs args) {
   session.divide_slots(lines, first);
   typename Message<D>::Load coming(message, first, first < lines, args.comm.workspace[rank]);
   session.wait_for_grids_before(message.precomputed(), coming.precomputed(), first);
-  // The next line to send is always on its way.
+  // The next line to send is always in flight.
   Line next;
   const bool begun = session.begin_beside(coming, next);
 
   const auto reduce = [&](uint32_t line, Line own) {
     Line* const received = session.incoming(line - first);
-    // The sum of two does not depend on their order.
+    // A sum of two values does not depend on their order.
     const Line contributions[2] = {own, session.receive(received, 0)};
     message.store(line, sum_lines<D, 2>(contributions));
-    // After the result is out: the next operation that uses the line cannot start before this one has ended.
+    // Reset after the result is stored: the next operation that uses the line cannot start before this one has ended.
     session.re_arm(received);
   };
 
   if (begun && first < lines) session.send(0, next);
-  // While the first answers are on their way. All threads know the number of the operation by now.
+  // Arrive while the first answers are in flight. All threads have read the operation number here.
   block_sync();
   if (thread_index() == 0) session.arrive();
   if (!begun || first >= lines) return;
@@ -149,15 +151,15 @@ struct AllReduceOneShot : TiledAllReduce<AllReduceOneShot> {
     }
   }
 
-  // A copy of the message for each of the other ranks.
+  // One copy of the message for each of the other ranks.
   static constexpr uint64_t slot_lines(uint64_t lines, uint64_t world) { return (world - 1) * lines; }
   static constexpr uint64_t tiled_lines(uint64_t lines, uint64_t) { return lines; }
   static constexpr uint64_t threads_of_line(uint64_t world) { return world == 2 ? 1 : world; }
-  // The contributions to a tile, twice.
+  // Two buffers for the contributions to a tile.
   static constexpr uint64_t shared_lines(uint64_t tile_lines, uint64_t world) {
     return world == 2 ? 0 : 2 * world * tile_lines;
   }
-  // It sends world - 1 copies of the message: above 4 MiB of them two-shot is far ahead.
+  // Sends world - 1 copies of the message. Two-shot is far faster where these exceed 4 MiB.
   static constexpr bool is_worth_measuring(uint64_t bytes, uint64_t world) { return bytes * (world - 1) <= 4 << 20; }
 };
 

@@ -1,7 +1,7 @@
-// All-reduce: every rank gets the sum of all inputs, in rank order, accumulated in fp32 and rounded once.
+// All-reduce: every rank gets the sum of all inputs, added in rank order in fp32 and rounded once.
 //
-// Parameters of its kernels, how their threads share the work, and how the launches of such a kernel are shaped. A grid has no
-// more blocks than there are tiles: a block arrives (Operation::arrive) in its first tile.
+// This file has the kernel arguments, the mapping of threads to peers, and the launch shape of its LL algorithms. A
+// grid has at most as many blocks as tiles, because a block arrives (Operation::arrive) in its first tile.
 #pragma once
 
 #include "algorithms/algorithm.h"
@@ -13,22 +13,22 @@ namespace llm_comm::inline LLM_COMM_TARGET {
 struct AllReduceArgs {
   DeviceComm comm;
   const void* input;         // element-aligned
-  void* output;              // element-aligned; may be `input`, must not overlap it otherwise
+  void* output;              // element-aligned; equal to `input` or not overlapping it
   uint64_t count;            // elements, at least 1 and below 2^32, the same on all ranks
-  uint32_t tile_lines;       // that one peer's threads of a block handle at a time: a power of two
-  uint32_t tile_lines_log2;  // given beside it because kernels would compute one from the other where it costs time
+  uint32_t tile_lines;       // lines that one peer's threads of a block handle at a time: a power of two
+  uint32_t tile_lines_log2;  // an argument because kernels would compute it at a point where it costs time
   uint32_t depth;            // tiles that a block sends ahead of the one it reduces
 };
 
-// Threads (k, c) of a block, of which there are world << tile_lines_log2: thread (k, c) talks to peer k about line c of the
-// block's tile. Sending to one peer and polling one line per thread keeps all links and all polls of a block in flight at
-// once. A thread that serves all peers in turn was slower.
+// A block has world << tile_lines_log2 threads. Thread (k, c) exchanges line c of the block's tile with peer k. With
+// one peer and one line per thread, all links and all polls of a block are in flight at once. A thread that serves all
+// peers in turn was slower.
 struct PeerParallel {
   uint32_t tile_lines;
   uint32_t peer;
   uint32_t column;
   uint32_t rank;
-  bool is_own;  // it talks to nobody, but contributes this rank's own lines
+  bool is_own;  // exchanges nothing; contributes this rank's own lines
 
   LLM_COMM_DEVICE explicit PeerParallel(const AllReduceArgs& args)
       : tile_lines(args.tile_lines),
@@ -52,7 +52,7 @@ struct AllReduce {
     Args args{};
     args.tile_lines = tiling.tile_lines;
     while (args.tile_lines >> args.tile_lines_log2 > 1) ++args.tile_lines_log2;
-    // No block sends further ahead than its last tile; kernels count tiles of more in 32 bits.
+    // Limited to the tiles of a block: no block sends further ahead, and kernels count tiles in 32 bits.
     const uint64_t launch_units = problem.count < tiling.launch_units ? problem.count : tiling.launch_units;
     const uint64_t stride = uint64_t{grid.blocks} * tiling.tile_lines;
     const uint64_t tiles_of_block = (launch_units * element_bytes(problem.type) / sizeof(Line) + stride) / stride;
@@ -73,19 +73,19 @@ struct AllReduce {
   }
 };
 
-// How a launch of an algorithm in tiles is shaped. Algorithm says, of a message of `lines` lines among `world` ranks:
-//   slot_lines(lines, world)           what it takes of a slot
-//   tiled_lines(lines, world)          what its blocks walk over
-//   threads_of_line(world)             how many threads a block has for each line of a tile
-//   shared_lines(tile_lines, world)    what a block keeps in shared memory
-//   is_worth_measuring(bytes, world)   whether the tuner tries it
+// Launch shape of tiled algorithms. Algorithm defines, for a message of `lines` lines among `world` ranks:
+//   slot_lines(lines, world)           lines of a slot
+//   tiled_lines(lines, world)          lines that its blocks walk over
+//   threads_of_line(world)             threads of a block for each line of a tile
+//   shared_lines(tile_lines, world)    shared memory of a block, in lines
+//   is_worth_measuring(bytes, world)   true if the tuner should try it
 template <class Algorithm>
 struct TiledAllReduce {
   using Operation = AllReduce;
   using KernelPointer = void (*)(AllReduceArgs);
   static constexpr Tunables kTunables{
       {{"blocks", 1, kArrivalsPerOperation - 1}, {"tile_lines", 1, 1u << 16, true}, {"depth", 0, 65535}}};
-  // 0: a grid in which blocks walk over several tiles; 1: it has a block for every tile.
+  // Variant 0: blocks walk over several tiles. Variant 1: the grid has one block per tile.
   static constexpr uint32_t kVariants = 2;
 
   static Tiling tile(const Problem& problem, const Choice& choice, const Limits& limits) {
@@ -97,8 +97,8 @@ struct TiledAllReduce {
     const uint64_t lines = divide_up(problem.bytes(), sizeof(Line));
     uint64_t launch_lines = most_lines;
     if (lines > most_lines && most_lines > 0) {
-      // The launches of a message that takes several are as long as each other, but for the rounding to whole tiles: the
-      // trips to the peers and back take as long in a short one.
+      // Launches of a message that needs several have equal lengths, up to rounding to whole tiles: a short launch has
+      // the same latency as a long one.
       const uint64_t unit = world * tile_lines;
       launch_lines = divide_up(lines, divide_up(lines, most_lines) * unit) * unit;
       if (launch_lines > most_lines) launch_lines = most_lines;
@@ -133,8 +133,8 @@ struct TiledAllReduce {
   static std::vector<Choice> candidates(const Problem& problem, const Limits& limits) {
     // Blocks of 1024 threads were slower at every size: their barrier waits for 32 warps.
     constexpr uint32_t kMaxThreads = 512;
-    constexpr uint64_t kMaxRounds = 8;        // of tiles that a block walks over, without sending ahead
-    constexpr uint64_t kMaxRoundsAhead = 32;  // and with
+    constexpr uint64_t kMaxRounds = 8;        // tiles that a block walks over, without sending ahead
+    constexpr uint64_t kMaxRoundsAhead = 32;  // with sending ahead
     std::vector<Choice> found;
     if (!Algorithm::is_worth_measuring(problem.bytes(), problem.world)) return found;
     const uint64_t lines = divide_up(problem.bytes(), sizeof(Line));
@@ -143,7 +143,7 @@ struct TiledAllReduce {
       const uint64_t tiles = divide_up(Algorithm::tiled_lines(lines, problem.world), uint64_t{tile_lines});
       for (uint32_t waves = 1; waves <= 8; waves *= 2) {
         const uint32_t blocks = waves * limits.multiprocessors();
-        if (waves > 1 && tiles <= blocks / 2) break;  // the grid would be the same
+        if (waves > 1 && tiles <= blocks / 2) break;  // would be the same grid
         const uint64_t rounds = divide_up(tiles, uint64_t{blocks});
         if (rounds <= kMaxRounds) found.push_back({.blocks = blocks, .tile_lines = tile_lines});
         if (rounds > 1 && rounds <= kMaxRoundsAhead) {

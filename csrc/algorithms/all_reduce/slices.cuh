@@ -1,17 +1,17 @@
-// The slices of a message, of which each rank sums one.
+// Slices of a message, one for each rank, which reduces it. Used by two-shot all-reduce.
 #pragma once
 
 #include "algorithms/all_reduce/message.cuh"
 
 namespace llm_comm::inline LLM_COMM_TARGET {
 
-// The last slices may be short or empty.
+// Lines of a slice. The last slices may be short or empty.
 LLM_COMM_DEVICE uint32_t lines_of_slice(uint32_t owner, uint32_t slice, uint32_t lines) {
   const uint32_t first = owner * slice;
   return first >= lines ? 0 : (lines - first < slice ? lines - first : slice);
 }
 
-// A rank's slice as lines of its own.
+// A rank's slice as a view of lines.
 template <DataType D>
 class Slice {
  public:

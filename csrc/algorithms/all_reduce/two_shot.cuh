@@ -1,15 +1,17 @@
-// Two-shot all-reduce (2PA, LL): reduce-scatter, then all-gather, both by pushed lines, in one kernel without a barrier.
+// Two-shot all-reduce (2PA, LL): reduce-scatter, then all-gather, both by pushed lines, in one kernel without a
+// barrier.
 //
-// Lines are cut into World slices of ceil(lines / World); rank k owns slice k: it sums the slice and sends the sums to
-// all. Two hops, 2 (N-1)/N x bytes sent by each rank. Slot: [phase][rank][line of slice], where rank is the sender in
-// phase 0 (scatter) and the owner in phase 1 (gather): again the sender.
+// The lines are cut into World slices of ceil(lines / World). Rank k owns slice k: it reduces the slice and sends the
+// sums to all ranks. Two hops; each rank sends 2 (N-1)/N * bytes. Slot layout: [phase][sender][line of slice], where
+// the sender of phase 0 (scatter) is the contributing rank and the sender of phase 1 (gather) is the owner.
 //
-// The rules of operation.cuh: R1, slice 0 is never empty and its owner sums it only after a line of every rank has
-// come, and every rank ends after it has received those sums (the owner: made them); R2, the thread that receives a
-// line re-arms it.
+// Rules of operation.cuh:
+//   R1  Slice 0 is never empty. Its owner reduces it only after it has received a line from every rank. Every other
+//       rank ends after it has received those sums.
+//   R2  The thread that receives a line resets it.
 //
-// The same kernel serves two_shot_switch.cuh, where sums are stored to all ranks at once (`BySwitch`). What is other there stands in
-// that file.
+// With `BySwitch` the kernel serves two_shot_switch.cuh, where the owner stores sums to all ranks at once. That file
+// explains the differences.
 #pragma once
 
 #include "algorithms/all_reduce/message.cuh"
@@ -22,7 +24,7 @@ namespace llm_comm::inline LLM_COMM_TARGET {
 
 inline constexpr OperationKind kAllReduceTwoShot = kKindOf<struct AllReduceTwoShot>;
 
-// `SingleTile`: the grid has a block for every tile.
+// `SingleTile`: the grid has one block per tile.
 template <DataType D, int World, bool SingleTile, bool BySwitch>
 LLM_COMM_DEVICE void sum_in_two_shots(const AllReduceArgs& args, OperationKind kind) {
   const uint32_t block = block_number(args.comm);
@@ -34,7 +36,7 @@ LLM_COMM_DEVICE void sum_in_two_shots(const AllReduceArgs& args, OperationKind k
   const uint32_t own_lines = lines_of_slice(self.rank, slice, lines);
   const uint32_t first = block * self.tile_lines;
   const uint32_t stride = block_count() * self.tile_lines;
-  // Set by threads of the block whose wait has been aborted: there is no sum to send then.
+  // Set by threads of the block whose wait was aborted: there is no valid sum then.
   uint32_t* const incomplete = shared_memory<Line>()->word;
   Line* const contributions = shared_memory<Line>() + 1;       // [rank][column]
   Line* const sums = contributions + World * self.tile_lines;  // [column]
@@ -42,21 +44,21 @@ LLM_COMM_DEVICE void sum_in_two_shots(const AllReduceArgs& args, OperationKind k
 
   LLSession session(args.comm, kind, message.bytes(), self.rank, self.peer);
   session.divide_slots(slice);
-  const uint64_t gather = static_cast<uint64_t>(World - 1) * slice;  // where phase 1 starts in a slot
+  const uint64_t gather = static_cast<uint64_t>(World - 1) * slice;  // start of phase 1 in a slot
   const SwitchChannel all(args.comm);
-  // Of this rank's slot: where the sum of line i comes that `owner` stores to all ranks.
+  // Line of this rank's slot that receives the sum of line i, which `owner` stores to all ranks.
   const auto sum_for_all = [&](uint32_t owner, uint32_t i) {
     return reinterpret_cast<Line*>(session.own_slot()) + gather + owner * slice + i;
   };
-  Line next;  // to send
+  Line next;  // to be sent
 
   typename Message<D>::Load coming(message, self.peer * slice + first + self.column, first + self.column < peer_lines,
                                    args.comm.workspace[self.rank]);
   session.wait_for_grids_before(message.precomputed(), coming.precomputed(), first,
                                 reinterpret_cast<uint64_t>(contributions));
-  // The next line to send is always on its way; the first beside the operation's number, which is as far away.
-  // A thread that may not begin stays without doing anything: others of its block may have begun, and must learn that a
-  // slice is incomplete.
+  // The next line to send is always in flight. The first one is loaded together with the operation number, which has
+  // the same latency. If begin() fails, the thread stays and does nothing: others of its block may have begun and must
+  // learn that a slice is incomplete.
   const bool begun = session.begin_beside(coming, next);
 
   const auto scatter = [&](uint32_t tile) {
@@ -72,11 +74,11 @@ LLM_COMM_DEVICE void sum_in_two_shots(const AllReduceArgs& args, OperationKind k
           self.is_own ? (SingleTile ? next : message.load(self.rank * slice + i)) : session.receive(i, kScatter);
     }
     block_sync();
-    if (session.aborted()) *incomplete = 1;  // between the barriers: it has been zero before, and is read after
+    if (session.aborted()) *incomplete = 1;  // zero before the first barrier, read after the second
     if (tile == first && thread_index() == 0) session.arrive();
     sum_tile<D, World>(contributions, self.tile_lines, sums);
-    // The sums are read before the next tile's first block_sync() and written after it; contributions are
-    // written after this one and read before it.
+    // `sums` is written after the next tile's first block_sync() and read before it. `contributions` is read before
+    // this one and written after it.
     block_sync();
     if (i >= own_lines || *incomplete != 0) return;
     if (self.is_own) {
@@ -103,8 +105,8 @@ LLM_COMM_DEVICE void sum_in_two_shots(const AllReduceArgs& args, OperationKind k
     reduce(first);
     collect(first);
   } else {
-    // Reducing runs `depth` tiles behind scattering and collecting as far behind reducing, so that the links
-    // carry later tiles while earlier ones wait for their answer.
+    // Reducing lags scattering by `depth` tiles, and collecting lags reducing by as many. The links carry later tiles
+    // while earlier ones wait for their answer.
     const uint32_t lag = args.depth * stride;
     for (uint32_t tile = first; tile < slice + 2 * lag; tile += stride) {
       if (tile < slice) scatter(tile);
@@ -122,11 +124,11 @@ all_reduce_two_shot(LLM_COMM_KERNEL_PARAM AllReduceArgs args) {
 
 // ---- Descriptor ----------------------------------------------------------------------------------------------------
 
-// Algorithm says gathered_slices(world): of what a rank receives in the second phase.
+// Algorithm defines gathered_slices(world): slices that a rank receives in the second phase.
 template <class Algorithm>
 struct TwoShotInTiles : TiledAllReduce<Algorithm> {
   static constexpr uint64_t slice_lines(uint64_t lines, uint64_t world) { return divide_up(lines, world); }
-  // In the first phase a slice for each of the other ranks.
+  // The first phase has one slice for each of the other ranks.
   static constexpr uint64_t slot_lines(uint64_t lines, uint64_t world) {
     return (world - 1 + Algorithm::gathered_slices(world)) * slice_lines(lines, world);
   }

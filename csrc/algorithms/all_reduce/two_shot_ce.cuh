@@ -1,23 +1,28 @@
-// Two-shot all-reduce of symmetric outputs (2PA) by copies in the stream (CE): every rank sums a slice of the message. Copy engines
-// bring it what the others have of the slice, and bring its sums to the outputs of all.
+// Two-shot all-reduce of symmetric outputs (2PA) by copy engines (CE): every rank reduces one slice of the message.
+// Copy engines bring it the other ranks' contributions, and bring its sums to all outputs.
 //
-// Two hops, 2 (N-1)/N of the message sent by each rank, and no store of a kernel crosses a link: copy engines carry more
-// (docs/experiments/channels.md). A slice has pieces, of which one is summed while others are on their way (stream_copies.cuh).
-// The input is any tensor, the output lies at the same place of the symmetric heap on every rank.
+// Two hops; each rank sends 2 (N-1)/N of the message. No store of a kernel crosses a link, because copy engines reach a
+// higher bandwidth (docs/experiments/channels.md). A slice is divided into pieces, so that one piece is reduced while
+// others are in flight (stream_copies.cuh). The input may be any tensor; the output has the same symmetric offset on
+// every rank.
 //
-// Nothing is staged. What a rank has of the slice of another one comes to the output of that one, to a slice of it, the zone of the
-// sender. The zone of the last rank is the owner's own slice, those of the other ranks are their own slices. So the zones of an owner
-// differ, and none is the last slice, which may be short. With two ranks it is the owner's slice.
+// Nothing is staged. A rank's contribution to another rank's slice goes to a slice of the owner's output, the zone of
+// the sender. The zone of the last rank is the owner's own slice; the zone of any other rank is that rank's slice. So
+// the zones of an owner are distinct, and none is the last slice, which may be short. With two ranks the zone is the
+// owner's slice.
 //
-// What comes would destroy an input that is the output, so a call in place is none of this algorithm's (kIsOutOfPlace).
+// Incoming contributions would overwrite an input that is also the output, so in-place calls are not supported
+// (kIsOutOfPlace).
 //
-// Why a zone may be written: its owner has met all ranks, so the grids before this operation have ended there. Only its sender
-// writes there, until the owner has summed what is there.
-// Why a sum may be written to the output of a peer: what the peer has in that place, piece by piece, is what came to a zone, and it
-// has summed that. With two ranks nothing comes to the peer's output where the sum goes, so there is nothing to wait for.
-// Why the owner may store its sum: what has come to that place is what the same thread has loaded for it.
+// Why each write is safe:
+//   W1  A rank writes to its zone: the owner has passed the entry barrier, so earlier grids have ended there. Only the
+//       sender writes to the zone until the owner has reduced it.
+//   W2  The owner's sum is written to a peer's output: that place is, piece by piece, a zone that the peer has reduced,
+//       or no zone. With two ranks it is never a zone, so there is nothing to wait for.
+//   W3  The owner stores its sum to its own slice: what arrived there was loaded by the same thread for this sum.
 //
-// R1 of operation.cuh: in each grid a block waits for each peer. R2: it uses no slot. P1: blocks wait for those of their number.
+// R1 of operation.cuh: in each grid a block waits for each peer. R2: no slot is used. P1: blocks wait for blocks of
+// their own number.
 #pragma once
 
 #include <algorithm>
@@ -32,12 +37,12 @@ namespace llm_comm::inline LLM_COMM_TARGET {
 
 inline constexpr OperationKind kAllReduceTwoShotCE = kKindOf<struct AllReduceTwoShotCE>;
 
-// Which slice of the output of `owner` is the zone of `sender`.
+// Slice of the owner's output that is the zone of `sender`.
 LLM_COMM_HOST_DEVICE constexpr uint32_t zone_of(uint32_t sender, uint32_t owner, uint32_t world) {
   return world == 2 || sender == world - 1 ? owner : sender;
 }
 
-// The grid of a piece: a block sums chunks of the piece of this rank's slice.
+// Grid of a piece: a block reduces chunks of the piece of this rank's slice.
 template <DataType D, int World>
 LLM_COMM_DEVICE void sum_piece(const StreamCopyArgs<AllReduceArgs>& args, const Message<D>& message, uint32_t piece) {
   const uint32_t block = block_number(args.comm);
@@ -50,7 +55,7 @@ LLM_COMM_DEVICE void sum_piece(const StreamCopyArgs<AllReduceArgs>& args, const 
   const Chunks chunks(block, args.tile_lines, piece_lines);
   AllReduceArgs of_output = args;
   of_output.input = args.output;
-  const Message<D> output(of_output);  // as what is loaded
+  const Message<D> output(of_output);  // the output as a source of loads
   piece_between_copies<World, (World > 2)>(
       args, kAllReduceTwoShotCE, message.bytes(), block, message.precomputed() + of_piece, [&] {
         for (uint32_t t = 0; t < chunks.count(); ++t) {
@@ -81,7 +86,8 @@ all_reduce_two_shot_ce(LLM_COMM_KERNEL_PARAM StreamCopyArgs<AllReduceArgs> args)
 
 // ---- Descriptor ----------------------------------------------------------------------------------------------------
 
-// The slices of a message and their pieces, in bytes, as the kernel has them in lines. The last ones may be short, or empty.
+// Slices of a message and their pieces, in bytes; the kernel computes the same in lines. The last ones may be short or
+// empty.
 class SlicesInPieces {
  public:
   SlicesInPieces(const Problem& problem, uint32_t pieces)
@@ -91,9 +97,9 @@ class SlicesInPieces {
 
   uint64_t slice() const { return slice_; }
   uint64_t piece_lines() const { return piece_ / sizeof(Line); }
-  // That are not empty.
+  // Number of non-empty pieces.
   uint32_t pieces() const { return static_cast<uint32_t>(divide_up(slice_, piece_)); }
-  // Where piece i of a slice begins.
+  // Start of piece i of a slice.
   uint64_t first(uint32_t slice, uint32_t i) const { return slice * slice_ + i * piece_; }
   uint64_t bytes(uint32_t slice, uint32_t i) const {
     const uint64_t end = std::min({first(slice, i) + piece_, (slice + 1) * slice_, all_});
@@ -112,7 +118,7 @@ struct AllReduceTwoShotCE {
 
     static Args arguments(const Problem& problem, const Tiling& tiling, const Grid& grid) {
       Args args = StreamCopyOperation<AllReduce>::arguments(problem, tiling, grid);
-      args.depth = tiling.depth;  // pieces; that of chunks has other bounds
+      args.depth = tiling.depth;  // number of pieces; the depth of chunked algorithms has other bounds
       return args;
     }
 
@@ -122,7 +128,8 @@ struct AllReduceTwoShotCE {
       return kFirstPiece + SlicesInPieces(problem, tiling.depth).pieces();
     }
 
-    // All copies that come are enqueued before the first that go: those that go wait for sums, and would hold up the others.
+    // Enqueues all incoming copies before the first outgoing one: outgoing copies wait for sums and would delay the
+    // others.
     template <class Launch, class Copies>
     static void enqueue(Args& args, const Problem& problem, const Tiling& tiling, const Grid& grid, Launch launch,
                         Copies& copies) {
@@ -147,14 +154,14 @@ struct AllReduceTwoShotCE {
     }
 
    private:
-    // Of the input, to the owners of the slices.
+    // Copies from the input to the owners of the slices.
     static std::vector<StreamCopy> coming(const Problem& problem, const Tiling& tiling, uint32_t rank, uint32_t piece) {
       return to_peers(problem, tiling, rank, [&](uint32_t owner, const SlicesInPieces& of) {
         const uint32_t zone = zone_of(rank, owner, problem.world);
         return StreamCopy{owner, 0, of.first(owner, piece), of.first(zone, piece), of.bytes(owner, piece)};
       });
     }
-    // Of the output, to all.
+    // Copies of sums from the output to all peers.
     static std::vector<StreamCopy> going(const Problem& problem, const Tiling& tiling, uint32_t rank, uint32_t piece) {
       return to_peers(problem, tiling, rank, [&](uint32_t peer, const SlicesInPieces& of) {
         return StreamCopy{peer, 1, of.first(rank, piece), of.first(rank, piece), of.bytes(rank, piece)};
@@ -167,7 +174,7 @@ struct AllReduceTwoShotCE {
       const SlicesInPieces of(problem, tiling.depth);
       std::vector<StreamCopy> all;
       for (uint32_t i = 1; i < problem.world; ++i) {
-        const StreamCopy copy = copy_to((rank + i) % problem.world, of);  // every rank begins with another one
+        const StreamCopy copy = copy_to((rank + i) % problem.world, of);  // every rank starts with another peer
         if (copy.bytes != 0) all.push_back(copy);
       }
       return all;
@@ -177,7 +184,7 @@ struct AllReduceTwoShotCE {
                                        .protocol = "CE",
                                        .title = "two-shot all-reduce with copies in the stream",
                                        .symmetric = 0b10};
-  // `depth`: pieces of a slice, all of which are sent before the first sum is.
+  // `depth`: pieces of a slice. All of them are sent before the first sum is.
   static constexpr Tunables kTunables{
       {{"blocks", 1, kMaxDirectBlocks}, {"tile_lines", 1, 1u << 16}, {"depth", 1, kMaxCopyPieces}}};
   static constexpr uint32_t kVariants = 1;
@@ -191,14 +198,15 @@ struct AllReduceTwoShotCE {
     return {choice.blocks, choice.tile_lines, 1, choice.depth == 0 ? 1 : choice.depth, problem.count};
   }
 
-  // All slices that are zones have to be whole: a message of a few lines has none that are, where there are more than two ranks.
+  // Every slice that serves as a zone must be whole. With more than two ranks a message of a few lines does not satisfy
+  // this.
   static constexpr const char* kServed =
       "the slices of all ranks but the last must be whole: the message has too few lines of 16 bytes for so many ranks";
   static bool is_served(const Problem& problem) {
     return problem.world == 2 || (problem.world - 1) * SlicesInPieces(problem, 1).slice() <= problem.bytes();
   }
 
-  // Of a piece.
+  // Grid of a piece.
   static Grid grid(const Problem& problem, const Tiling& tiling, uint64_t, const Limits& limits) {
     if (!is_served(problem)) throw std::invalid_argument(kServed);
     Grid grid = grid_over_lines(problem, tiling, SlicesInPieces(problem, tiling.depth).piece_lines(), limits);
@@ -206,7 +214,7 @@ struct AllReduceTwoShotCE {
     return grid;
   }
 
-  // Two pieces are as many as hide the sums, and each one more takes two copies more, of 3.4 us (docs/experiments/channels.md).
+  // Two pieces hide the reduction. Every further piece costs two more copies of 3.4 us (docs/experiments/channels.md).
   static std::vector<Choice> candidates(const Problem& problem, const Limits& limits) {
     std::vector<Choice> found;
     if (!is_served(problem)) return found;

@@ -1,8 +1,8 @@
-// Two-shot all-reduce (2PA, HB, push): every rank sums a slice of the message and sends the sum to all. Plain stores, one
-// synchronization for each chunk of a slice.
+// Two-shot all-reduce (2PA, HB, push): every rank reduces one slice of the message and sends the sums to all. Plain
+// stores, one synchronization per chunk of a slice.
 //
-// Two hops, 2 (N-1)/N of the message sent by each rank. A block scatters what this rank has of each slice, sums this rank's slice, and
-// collects the others' (step_pipeline.cuh, with the argument why buffers may be written again).
+// Two hops; each rank sends 2 (N-1)/N of the message. A block scatters this rank's contribution to each slice, reduces
+// this rank's slice, and collects the other slices. step_pipeline.cuh proves that the buffers may be reused.
 #pragma once
 
 #include "algorithms/all_reduce/chunked_slices.cuh"
@@ -12,13 +12,13 @@
 namespace llm_comm::inline LLM_COMM_TARGET {
 
 inline constexpr OperationKind kAllReduceTwoShotHB = kKindOf<struct AllReduceTwoShotHB>;
-inline constexpr uint32_t kTwoShotTeams = 3;  // one scatters, one sums, one collects
+inline constexpr uint32_t kTwoShotTeams = 3;  // one scatters, one reduces, one collects
 
 template <DataType D, int World, template <int> class Buffers>
 LLM_COMM_DEVICE void two_shot_in_steps(const AllReduceArgs& args, OperationKind kind) {
   const uint32_t block = block_number(args.comm);
   const uint32_t rank = args.comm.rank;
-  const uint32_t depth = args.depth < kMinHBDepth ? kMinHBDepth : args.depth;  // it is cut where chunks are few
+  const uint32_t depth = args.depth < kMinHBDepth ? kMinHBDepth : args.depth;  // arguments() may lower it
   const Message<D> message(args);
   const uint32_t lines = message.lines();
   const uint32_t slice = (lines + World - 1) / World;

@@ -1,11 +1,12 @@
-// Two-shot all-reduce of symmetric tensors by pull (2PA, HB): every rank loads its slice of the message from the inputs of all
-// ranks, sums, and stores the sum in the outputs of all.
+// Two-shot all-reduce of symmetric tensors by pull (2PA, HB): every rank loads its slice from the inputs of all ranks,
+// reduces it, and stores the sums to the outputs of all ranks.
 //
-// (N-1)/N of the message each way, and nothing is staged. Inputs and outputs lie in the symmetric heap on every rank (direct.cuh, with
-// the argument why they may be accessed, and that inputs may be overwritten and outputs are whole at the end).
+// (N-1)/N of the message each way; nothing is staged. Inputs and outputs are in symmetric memory on every rank.
+// direct.cuh proves that they may be accessed, that inputs may be overwritten afterwards, and that outputs are complete
+// at the end.
 //
-// The output may be the input, on any of the ranks: of every rank's tensors only one rank accesses the lines of a slice, and of that
-// rank the thread that stores a line has loaded it from all ranks before.
+// The output may be the input, on any rank: only one rank accesses the lines of a slice in all tensors, and its thread
+// that stores a line has loaded that line from all ranks before.
 #pragma once
 
 #include "algorithms/all_reduce/operation.cuh"
@@ -36,7 +37,7 @@ all_reduce_two_shot_pull_hb(LLM_COMM_KERNEL_PARAM DirectArgs<AllReduceArgs> args
     LLM_COMM_UNROLL(8)
     for (uint32_t of = 0; of < World; ++of) {
       input[of] = session.address(0, of);
-      output[of] = session.address(1, (rank + of) % World);  // every rank begins with another one
+      output[of] = session.address(1, (rank + of) % World);  // every rank starts with another peer
     }
     for (uint32_t t = 0; t < chunks.count(); ++t) {
       const uint32_t chunk_lines = chunks.lines(t, own_lines);

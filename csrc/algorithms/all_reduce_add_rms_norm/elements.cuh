@@ -1,4 +1,4 @@
-// Callers' tensors, read and written in packs of neighbouring elements.
+// Access to the caller's tensors in packs of adjacent elements. Used by the fused all-reduce + RMSNorm kernels.
 #pragma once
 
 #include "algorithms/all_reduce_add_rms_norm/operation.cuh"
@@ -11,9 +11,9 @@ LLM_COMM_DEVICE Pack<D, kElementsPerLine> as_pack(Line line) {
   return __builtin_bit_cast(Pack<D, kElementsPerLine>, line);
 }
 
-// A load of Width neighbours of a caller's tensor in steps, so that others can be under way before its values are waited
-// for. Construct it before grid_dependency_wait(). It is made unconditionally, of `spare` memory where nothing is wanted:
-// under a condition, its registers would have to be cleared first.
+// Load of `Width` adjacent elements in steps, so that other loads can be in flight before its values are needed.
+// Construct it before grid_dependency_wait(). begin() loads unconditionally, from `spare` memory if nothing is wanted:
+// a conditional load would first have to clear its registers.
 template <DataType D, uint32_t Width>
 class PackLoad {
  public:
@@ -22,13 +22,13 @@ class PackLoad {
   LLM_COMM_DEVICE PackLoad(const Storage* first, bool wanted, bool is_aligned, const void* spare)
       : first_(first), address_(wanted && is_aligned ? first : spare), later_(wanted && !is_aligned) {}
 
-  // Changes with all that begin() needs (for grid_dependency_wait_after).
+  // Depends on everything that begin() needs (for grid_dependency_wait_after).
   LLM_COMM_DEVICE uint64_t precomputed() const { return reinterpret_cast<uint64_t>(address_); }
 
   LLM_COMM_DEVICE void begin() { load_words(address_, words_.word); }
 
-  // The values; unspecified unless wanted. What is not aligned is loaded only now, element by element. By words:
-  // those of an aligned tensor are not taken apart before they are used.
+  // Returns the values; unspecified unless wanted. An unaligned tensor is loaded only here, element by element. The
+  // values stay in words, so that those of an aligned tensor are not unpacked before their use.
   LLM_COMM_DEVICE Pack<D, Width> end() {
     if (later_) {
       LLM_COMM_UNROLL(4)
@@ -53,7 +53,7 @@ class PackLoad {
 template <DataType D>
 using LineLoad = PackLoad<D, kElementsPerLine>;
 
-// A caller's tensor, read and written in packs of Width neighbours that start at multiples of Width.
+// A caller's tensor, accessed in packs of `Width` elements that start at multiples of `Width`.
 template <DataType D>
 class Elements {
  public:
@@ -64,10 +64,10 @@ class Elements {
         spare_(args.comm.workspace[args.comm.rank]),
         is_aligned_(reinterpret_cast<uint64_t>(tensor) % sizeof(Line) == 0) {}
 
-  // Changes with the addresses of load() and store() (for grid_dependency_wait_after).
+  // Depends on the addresses of load() and store() (for grid_dependency_wait_after).
   LLM_COMM_DEVICE uint64_t precomputed() const { return reinterpret_cast<uint64_t>(first_) + is_aligned_; }
 
-  // The load of the pack at `index`, if it is `wanted`.
+  // Load of the pack at `index`, if `wanted`.
   template <uint32_t Width>
   LLM_COMM_DEVICE PackLoad<D, Width> load_of(bool wanted, uint64_t index) const {
     return {first_ + index, wanted, is_aligned_, spare_};
@@ -82,7 +82,7 @@ class Elements {
   template <uint32_t Width>
   LLM_COMM_DEVICE void store(uint64_t index, Pack<D, Width> pack) const {
     if (is_aligned_) {
-      // By line: a struct of 16 bytes may be stored in parts.
+      // Uses store_line because the compiler may split the store of a 16-byte struct.
       if constexpr (Width == kElementsPerLine) {
         store_line(first_ + index, __builtin_bit_cast(Line, pack));
       } else {
@@ -102,7 +102,7 @@ class Elements {
 
  private:
   Storage* first_;
-  const void* spare_;  // of at least a line
+  const void* spare_;  // at least one line
   bool is_aligned_;
 };
 

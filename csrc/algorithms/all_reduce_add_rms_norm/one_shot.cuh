@@ -1,10 +1,11 @@
-// One-shot all-reduce + residual add + RMSNorm: every rank sends its whole message to every other rank, sums what it
-// gets and norms all rows.
+// One-shot all-reduce + residual add + RMSNorm: every rank sends its whole message to every other rank, reduces what it
+// receives, and normalizes all rows.
 //
-// One hop, as in all_reduce/one_shot.cuh. Slot: [sender][row][line].
+// One hop, as in all_reduce/one_shot.cuh. Slot layout: [sender][row][line].
 //
-// The rules of operation.cuh: R1, a rank ends after it has received line 0 from every peer; R2, the thread that
-// receives a line re-arms it.
+// Rules of operation.cuh:
+//   R1  A rank ends after it has received line 0 from every peer.
+//   R2  The thread that receives a line resets it.
 #pragma once
 
 #include "algorithms/all_reduce_add_rms_norm/rms_norm.cuh"
@@ -14,11 +15,11 @@ namespace llm_comm::inline LLM_COMM_TARGET {
 
 inline constexpr OperationKind kAllReduceAddRmsNormOneShot = kKindOf<struct AllReduceAddRmsNormOneShot>;
 
-// Elements that a thread sums and norms together: enough that half of the threads, or fewer, have a pack of the tile each.
-// Measured: with 2, twice as many warps deliver twice as many partial sums; with 8, each thread takes too long.
+// Elements that a thread reduces and normalizes together. With 4, half of the threads or fewer have a pack of the tile.
+// Measured: 2 makes twice as many warps deliver twice as many partial sums; with 8 each thread takes too long.
 inline constexpr uint32_t kNormWidth = 4;
 
-// `SingleTile`: the grid has a block for every tile.
+// `SingleTile`: the grid has one block per tile.
 template <DataType D, int World, bool SingleTile, bool Quantized>
 LLM_COMM_KERNEL(SingleTile ? kMaxFusedThreads : kMaxLoopThreads)
 all_reduce_add_rms_norm_one_shot(LLM_COMM_KERNEL_PARAM AddRmsNormArgs args) {
@@ -32,14 +33,14 @@ all_reduce_add_rms_norm_one_shot(LLM_COMM_KERNEL_PARAM AddRmsNormArgs args) {
   const uint32_t tile_packs = args.tile_lines * kElementsPerLine / kWidth;
   const Elements<D> input(args, args.input);
   Norm norm(args, shared_memory<float>(), args.row_lines);
-  // Contributions to a tile by rank, twice: a tile is written while slow threads still sum the one before.
+  // Two buffers of contributions by rank: a tile is written while slow threads still add the previous one.
   Line* const contributions = shared_memory<Line>() + kPartialBytes / sizeof(Line);
 
   LLSession session(args.comm, kAllReduceAddRmsNormOneShot,
                     static_cast<uint64_t>(args.rows) * args.row_lines * sizeof(Line), self.rank, self.peer);
   const uint64_t lines = static_cast<uint64_t>(args.rows) * args.row_lines;
 
-  // The line of the row that this thread exchanges, and the values of the row that it norms.
+  // Line of the row that this thread exchanges, and values of the row that it normalizes.
   const auto line_of = [&](const TileCursor& at) { return at.first + self.member * args.tile_lines + self.column; };
   const auto has_line = [&](const TileCursor& at) { return self.has_line && line_of(at) < args.row_lines; };
   const auto line_index = [&](const TileCursor& at) { return at.row * args.row_lines + line_of(at); };
@@ -47,7 +48,7 @@ all_reduce_add_rms_norm_one_shot(LLM_COMM_KERNEL_PARAM AddRmsNormArgs args) {
     const uint32_t index = (first + self.member * args.tile_lines) * kElementsPerLine + thread_index() * kWidth;
     return {index, thread_index() < tile_packs && index < args.row_lines * kElementsPerLine};
   };
-  // Whether this warp has values to norm: in the first tile of a row if in any.
+  // True if this warp has values to normalize. If it has any, the first tile of a row has some.
   const uint32_t warp = thread_index() / kWarpThreads * kWarpThreads;
   const bool norms = warp < tile_packs && self.member * args.tile_lines * kElementsPerLine + warp * kWidth <
                                               args.row_lines * kElementsPerLine;
@@ -63,8 +64,8 @@ all_reduce_add_rms_norm_one_shot(LLM_COMM_KERNEL_PARAM AddRmsNormArgs args) {
   auto first_weight = norm.weight_load(place_of(0));
   session.wait_for_grids_before(coming.precomputed(), first_residual.precomputed(), first_weight.precomputed(),
                                 norm.precomputed(), reinterpret_cast<uint64_t>(contributions));
-  // The next line to send is always on its way; the first beside the operation's number, which is as far away, as is what
-  // the sums meet later. Nothing is waited for in between.
+  // The next line to send is always in flight. The first one is loaded together with the operation number, which has
+  // the same latency, and with the residual and the weight. Nothing waits in between.
   const Line state = session.load_state();
   coming.begin();
   first_residual.begin();
@@ -72,11 +73,11 @@ all_reduce_add_rms_norm_one_shot(LLM_COMM_KERNEL_PARAM AddRmsNormArgs args) {
   Values residual{};
   Values weight{};
   const float static_scale = norm.load_scale();
-  // A thread that may not begin goes on without waiting, sending, or storing results: those that have begun, in its block
-  // and in others of the cluster, wait for what it delivers.
+  // If begin() fails, the thread continues without waiting, sending or storing results. Threads that have begun, in its
+  // block and in others of the cluster, wait for what it delivers.
   norm.set_begun(session.begin_in_slot(state));
 
-  Line line{};  // sent last
+  Line line{};  // last line sent
   const auto send = [&] {
     line = __builtin_bit_cast(Line, coming.end());
     if (!self.is_own && has_line(sending) && !session.aborted()) session.send(from_first(line_index(sending)), line);
@@ -93,7 +94,7 @@ all_reduce_add_rms_norm_one_shot(LLM_COMM_KERNEL_PARAM AddRmsNormArgs args) {
     Line* const received = session.incoming(from_first(index));
     const auto at = place_of(reducing.first);
     if (is_first) {
-      norm.meet();  // while the first lines are on their way
+      norm.meet();  // while the first lines are in flight
     } else {
       residual = norm.load_residual(reducing.row, at);
       if (tiles > 1) weight = norm.load_weight(at);
@@ -117,7 +118,7 @@ all_reduce_add_rms_norm_one_shot(LLM_COMM_KERNEL_PARAM AddRmsNormArgs args) {
       if (at.exists) sums = sum_in_rank_order<D, World>(packs + thread_index(), tile_packs);
       sums = norm.add(reducing.row, at, sums, residual);
     }
-    // While the squares are on their way to the other blocks.
+    // Reset while the squares travel to the other blocks.
     if (!self.is_own && has) session.re_arm(received);
     if (SingleTile || reducing.is_last_of_row(args.row_lines, round_lines)) {
       if (norms || warp == 0) {
@@ -133,7 +134,7 @@ all_reduce_add_rms_norm_one_shot(LLM_COMM_KERNEL_PARAM AddRmsNormArgs args) {
     send();
     reduce();
   } else {
-    // Reducing runs `depth` tiles behind sending, so that the links carry later tiles while earlier ones are waited for.
+    // Reducing lags sending by `depth` tiles, so that the links carry later tiles while earlier ones are waited for.
     for (uint32_t ahead = 0; ahead < args.depth && sending.row < args.rows; ++ahead) send();
     while (reducing.row < args.rows) {
       if (sending.row < args.rows) send();
@@ -155,18 +156,18 @@ struct AllReduceAddRmsNormOneShot : RowsInClusters<AllReduceAddRmsNormOneShot> {
 
   static constexpr uint32_t resident_threads(const Limits&) { return kMaxThreads; }
   static constexpr uint32_t span(const Problem& problem) { return Operation::row_lines(problem); }
-  // A copy of the row for each of the other ranks.
+  // One copy of the row for each of the other ranks.
   static constexpr uint64_t row_slot_lines(const Problem& problem) {
     return uint64_t{problem.world - 1} * Operation::row_lines(problem);
   }
-  // What the norm keeps, and the contributions to a tile; twice, if another tile follows.
+  // Shared memory of the norm, and the contributions to a tile; two buffers of them if another tile follows.
   static constexpr uint64_t shared_lines(uint64_t, uint64_t, uint64_t threads, bool is_single_tile) {
     return kPartialBytes / sizeof(Line) + (is_single_tile ? threads : 2 * threads);
   }
-  // As of the plain one-shot.
+  // As for one-shot all-reduce.
   static constexpr bool is_worth_measuring(uint64_t bytes, uint64_t world) { return bytes * (world - 1) <= 4 << 20; }
 
-  // The largest block that any fused kernel has: where it fits, all do.
+  // The largest block of all fused kernels: a device that runs this launch runs them all.
   static constexpr Grid widest_cluster() {
     return {kMaxClusterBlocks, kMaxThreads, static_cast<uint32_t>(kPartialBytes + kMaxThreads * sizeof(Line)),
             kMaxClusterBlocks, 3};

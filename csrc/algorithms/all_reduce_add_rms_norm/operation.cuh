@@ -1,9 +1,9 @@
-// All-reduce, then the residual add and the RMSNorm that follow it in a transformer (fused: in one kernel).
+// Fused all-reduce + residual add + RMSNorm, as it occurs in transformers, in one kernel.
 //
-// Parameters of its kernels, how a row is spread over threads, and how the launches of such a kernel are shaped. A row of
-// `row_lines` lines belongs to a cluster: its blocks take one tile of `tile_lines` lines for each peer at a time, block m the
-// m-th of every `cluster_blocks` tiles. Rows go to clusters in turn. Threads (k, c) of a block are those of the plain kernels
-// (all_reduce/operation.cuh); a block is rounded up to whole warps, whose last threads have no line.
+// This file has the kernel arguments, the mapping of a row to threads, and the launch shape. A cluster processes a row
+// of `row_lines` lines. Its blocks take tiles of `tile_lines` lines for each peer; block m takes the m-th of every
+// `cluster_blocks` tiles. Rows are assigned to clusters round-robin. Threads (k, c) of a block are those of
+// all_reduce/operation.cuh. A block is rounded up to whole warps; the last threads may have no line.
 #pragma once
 
 #include <cmath>
@@ -14,30 +14,31 @@
 
 namespace llm_comm::inline LLM_COMM_TARGET {
 
-// Threads of a block. What needs more registers has fewer: two-shot, and blocks that walk over several tiles.
+// Maximum threads of a block. Kernels with more registers allow fewer: two-shot, and kernels that walk over several
+// tiles.
 inline constexpr uint32_t kMaxFusedThreads = 1024;
-inline constexpr uint32_t kFewestThreads = 64;  // that a table may ask for
+inline constexpr uint32_t kFewestThreads = 64;  // minimum in a table
 inline constexpr uint32_t kMaxTwoShotThreads = 512;
 inline constexpr uint32_t kMaxLoopThreads = 512;
 inline constexpr uint32_t kMaxClusterBlocks = 16;  // 8 on every GPU with clusters, 16 where the device permits it
 inline constexpr uint32_t kMaxHidden = 16384;
-// Squares are summed in chunks of this many lines, in an order that only `row_lines` determines, so that a row's norm does
-// not depend on the kernel, the grid or the rows beside it. Tiles and segments are whole chunks.
+// Squares are summed in chunks of this many lines, in an order that depends only on `row_lines`. A row's norm therefore
+// does not depend on the kernel, the grid or the other rows. Tiles and segments are multiples of chunks.
 inline constexpr uint32_t kChunkLines = 8;
 inline constexpr uint32_t kElementsPerLine = 8;  // of bf16 and fp16, the types of these kernels
 inline constexpr uint32_t kMaxChunks = kMaxHidden / (kChunkLines * kElementsPerLine);
-// Elements of a row that share a scale, and their lines. Where there are groups, tiles and segments are whole groups: the
-// threads that hold one lie in a warp.
+// Elements of a row that share a scale, and their lines. With group scales, tiles and segments are multiples of groups,
+// so that the threads of a group are in one warp.
 inline constexpr uint32_t kGroupSize = 128;
 inline constexpr uint32_t kGroupLines = kGroupSize / kElementsPerLine;
 static_assert(kGroupLines % kChunkLines == 0);
 
-// Of the normed rows, from the values that kNone would return, rounded to their type.
+// Quantization of the normed rows. Input are the values that kNone returns, rounded to their type.
 //   kStatic    e4m3(normed / *scale)
 //   kDynamic   scale[row] = max(|normed row|) / 448, at least 1 / (448 * 512), and e4m3(normed / scale[row])
-//   kGroup...  the same for each group of 128 elements of a row: scale = max(|group|, 1e-10) / 448. With UE8M0 that is rounded
-//              up to a power of two. Scales lie by rows (row * groups + group), or by columns: the groups of a row
-//              `rows` apart, or, ...Aligned, a multiple of 4, as TMA wants rows of 16 bytes.
+//   kGroup...  per group of 128 elements of a row: scale = max(|group|, 1e-10) / 448. UE8M0 rounds the scale up to a
+//              power of two. Scales are stored by rows (row * groups + group), or by columns, with the groups of a row
+//              `rows` apart. ...Aligned rounds that distance up to a multiple of 4, because TMA needs rows of 16 bytes.
 enum class Quantization : uint32_t {
   kNone = 0,
   kStatic = 1,
@@ -57,40 +58,41 @@ constexpr bool has_groups(Quantization quantization) { return quantization >= Qu
 struct AddRmsNormArgs {
   DeviceComm comm;
   const void* input;     // [rows, row_lines * 8]; this and all other tensors: element-aligned, rows contiguous
-  const void* residual;  // like the input; nullptr for none
+  const void* residual;  // shaped like the input; nullptr: none
   const void* weight;    // [row_lines * 8]
-  void* normed;          // like the input (may be it), or FP8
-  void* new_residual;    // like the input (may be the residual): the sum plus the residual
-  float* scale;          // Quantization
-  uint32_t rows;         // at least 1, the same on all ranks, as are row_lines and tile_lines
+  void* normed;          // shaped like the input (may be the input), or FP8
+  void* new_residual;    // shaped like the input (may be the residual): the sum plus the residual
+  float* scale;          // see Quantization
+  uint32_t rows;         // at least 1; the same on all ranks, like row_lines and tile_lines
   uint32_t row_lines;
-  uint32_t segment_lines;  // two-shot: of a row, that one rank owns; a multiple of kChunkLines
+  uint32_t segment_lines;  // two-shot: lines of a row that one rank owns; a multiple of kChunkLines
   uint32_t tile_lines;     // a multiple of kChunkLines
   uint32_t cluster_blocks;
   uint32_t depth;             // tiles that a block sends ahead of the one it reduces
-  Quantization quantization;  // kGroup and kGroupUe8m0 wherever the scales lie
+  Quantization quantization;  // kGroup or kGroupUe8m0 for every layout of the scales
   float epsilon;
-  float weight_bias;  // added to each weight in fp32, as by norms of Gemma; none is -0, which changes no weight
+  float weight_bias;  // added to each weight in fp32, as in Gemma's norms. For none it is -0, which changes no weight
   float reciprocal_hidden;
-  uint32_t scale_row_stride;    // from a scale to that of the next row
-  uint32_t scale_group_stride;  // of the next group
+  uint32_t scale_row_stride;    // distance of the scales of adjacent rows
+  uint32_t scale_group_stride;  // distance of the scales of adjacent groups
 };
 
-// Thread (k, c), and the rows of its cluster.
+// Thread (k, c) and the rows of its cluster.
 struct RowThread {
   uint32_t peer;
   uint32_t column;
   bool has_line;
-  uint32_t member;   // of the cluster, this block
-  uint32_t cluster;  // its number (cluster_number)
+  uint32_t member;   // rank of this block in the cluster
+  uint32_t cluster;  // number of the cluster (cluster_number)
   uint32_t clusters;
   uint32_t rank;
-  bool is_own;  // it talks to nobody, but contributes this rank's own lines
+  bool is_own;  // exchanges nothing; contributes this rank's own lines
 
   template <int World>
   static LLM_COMM_DEVICE RowThread of(const AddRmsNormArgs& args, uint32_t cluster) {
     RowThread self;
-    // A division would take longer, and lies where nothing else is under way if this grid does not overlap the last one.
+    // Comparisons instead of a division, which takes longer and would be on the critical path if the grid does not
+    // overlap the previous one.
     self.peer = 0;
     LLM_COMM_UNROLL(8)
     for (uint32_t k = 1; k < World; ++k) self.peer += thread_index() >= k * args.tile_lines;
@@ -105,14 +107,14 @@ struct RowThread {
   }
 };
 
-// The tiles of a block in their order: all of its first row, all of its next row, ...
+// Order of a block's tiles: all tiles of its first row, all of its next row, ...
 struct TileCursor {
   uint32_t row;
-  uint32_t first;  // line of the row (two-shot: of the segment) at which this round of the cluster begins
+  uint32_t first;  // line of the row (two-shot: of the segment) where this round of the cluster begins
 
   LLM_COMM_DEVICE bool is_last_of_row(uint32_t span, uint32_t round_lines) const { return first + round_lines >= span; }
 
-  // `span`: lines that the tiles of a row cover; `round_lines`: those of one tile of each block of the cluster.
+  // `span`: lines that the tiles of a row cover. `round_lines`: lines of one tile of each block of the cluster.
   LLM_COMM_DEVICE void advance(uint32_t span, uint32_t round_lines, uint32_t clusters) {
     first += round_lines;
     if (first < span) return;
@@ -166,11 +168,11 @@ struct AllReduceAddRmsNorm {
   }
 
   static constexpr uint32_t row_lines(const Problem& problem) { return problem.row / kElementsPerLine; }
-  // What tiles and segments are made of: nothing that threads find together within a warp lies in two of them.
+  // Lines that tiles and segments are multiples of. No warp-level reduction crosses such a boundary.
   static constexpr uint32_t unit_lines(const Problem& problem) {
     return has_groups(quantization(problem)) ? kGroupLines : kChunkLines;
   }
-  // Of a row, what one rank owns in two-shot.
+  // Two-shot: lines of a row that one rank owns.
   static constexpr uint32_t segment_lines(const Problem& problem) {
     return divide_up(row_lines(problem), unit_lines(problem) * problem.world) * unit_lines(problem);
   }
@@ -181,7 +183,7 @@ struct AllReduceAddRmsNorm {
     args.segment_lines = segment_lines(problem);
     args.tile_lines = tiling.tile_lines;
     args.cluster_blocks = tiling.cluster;
-    // No block sends further ahead than its last tile; kernels count tiles of more in 32 bits.
+    // Limited to the tiles of a block: no block sends further ahead, and kernels count tiles in 32 bits.
     const uint64_t launch_rows = problem.units() < tiling.launch_units ? problem.units() : tiling.launch_units;
     const uint64_t tiles_of_block = launch_rows * args.row_lines;
     args.depth = static_cast<uint32_t>(tiling.depth < tiles_of_block ? tiling.depth : tiles_of_block);
@@ -225,13 +227,13 @@ struct AllReduceAddRmsNorm {
   static uint32_t aligned(uint32_t rows) { return divide_up(rows, kScaleAlignment) * kScaleAlignment; }
 };
 
-// How a launch of a fused algorithm is shaped. Algorithm says:
-//   kMaxThreads                            of a block
-//   resident_threads(limits)               of its blocks, for which a multiprocessor has registers
+// Launch shape of fused algorithms. Algorithm defines:
+//   kMaxThreads                            maximum threads of a block
+//   resident_threads(limits)               threads of its blocks for which an SM has registers
 //   span(problem)                          lines of a row that a cluster walks over
-//   row_slot_lines(problem)                what a row takes of a slot
-//   shared_lines(tile_lines, world, threads, is_single_tile)   what a block keeps in shared memory
-//   is_worth_measuring(bytes, world)       whether the tuner tries it
+//   row_slot_lines(problem)                lines of a slot for one row
+//   shared_lines(tile_lines, world, threads, is_single_tile)   shared memory of a block, in lines
+//   is_worth_measuring(bytes, world)       true if the tuner should try it
 template <class Algorithm>
 struct RowsInClusters {
   using Operation = AllReduceAddRmsNorm;
@@ -240,7 +242,7 @@ struct RowsInClusters {
                                        {"threads", kFewestThreads, kMaxFusedThreads},
                                        {"cluster", 1, kMaxClusterBlocks, true},
                                        {"depth", 0, 65535}}};
-  // Bit 0: the grid has a block for every tile; bit 1: the normed rows are FP8.
+  // Bit 0: the grid has one block per tile. Bit 1: the normed rows are FP8.
   static constexpr uint32_t kVariants = 4;
 
   static Tiling tile(const Problem& problem, const Choice& choice, const Limits& limits) {
@@ -252,7 +254,8 @@ struct RowsInClusters {
     const uint32_t span_units = divide_up(Algorithm::span(problem), unit_lines);
     const uint32_t unit_threads = unit_lines * problem.world;
     const uint32_t resident_threads = Algorithm::resident_threads(limits);
-    // A block that gets more of the row than the table has in mind may have more threads.
+    // If the device's clusters are smaller than the table assumes, a block gets more of the row and may have more
+    // threads.
     const uint32_t chosen_threads = choice.cluster <= limits.max_cluster ? choice.threads : kMaxFusedThreads;
     const uint32_t most_threads = chosen_threads < Algorithm::kMaxThreads ? chosen_threads : Algorithm::kMaxThreads;
 
@@ -275,7 +278,7 @@ struct RowsInClusters {
     const uint64_t most_clusters = launch_rows < chosen_clusters ? launch_rows : chosen_clusters;
     uint32_t tile_units = divide_up(span_units, cluster);
     uint32_t threads = threads_of(cluster);
-    // All blocks run at once, as far as can be told: that does not rest on the order in which a device starts clusters.
+    // All blocks run at once, by estimate, so progress does not depend on the order in which a device starts clusters.
     uint64_t clusters = resident_clusters(limits, cluster, threads, resident_threads);
     if (clusters > most_clusters) clusters = most_clusters;
     if (clusters < launch_rows || threads > most_threads) {
@@ -322,7 +325,7 @@ struct RowsInClusters {
     }
     const uint64_t span = Algorithm::span(problem);
     const bool is_single_tile = clusters == units && span <= cluster * tiling.tile_lines;
-    // The argument in rms_norm.cuh about rows after each other wants a share of every row for every block.
+    // The argument in rms_norm.cuh about consecutive rows requires that every block has a share of every row.
     if (!is_single_tile && (threads > kMaxLoopThreads || has_empty_block(span, cluster, tiling.tile_lines))) {
       throw std::invalid_argument("blocks of " + std::to_string(threads) + " threads in clusters of " +
                                   std::to_string(cluster) + " cannot walk over rows of " + std::to_string(row_bytes) +
@@ -342,9 +345,9 @@ struct RowsInClusters {
     const uint32_t unit_lines = Operation::unit_lines(problem);
     const uint32_t sms = limits.multiprocessors();
     for (uint32_t cluster = 1; cluster <= kMaxClusterBlocks; cluster *= 2) {
-      if (cluster > 1 && cluster * unit_lines > span) break;  // a block would have nothing
+      if (cluster > 1 && cluster * unit_lines > span) break;  // a block would have no share
       const uint32_t share = divide_up(span, unit_lines * cluster) * unit_lines * problem.world;
-      const uint32_t whole = share < kFewestThreads ? kFewestThreads : share;  // threads that take a row in one tile
+      const uint32_t whole = share < kFewestThreads ? kFewestThreads : share;  // threads that process a row in one tile
       for (const uint32_t threads : without_repeats(whole, whole / 2, kMaxLoopThreads)) {
         if (threads < kFewestThreads || threads > whole || threads > kMaxFusedThreads || whole > 4 * threads) continue;
         const uint32_t resident = sms * kMaxFusedThreads / threads > 0 ? sms * kMaxFusedThreads / threads : 1;
@@ -369,10 +372,10 @@ struct RowsInClusters {
     return (cluster - 1) * tile >= span;
   }
 
-  // Clusters that run at once, by estimate: a multiprocessor has registers for as many blocks as make `resident_threads`. A
-  // cluster lies within a GPC: of the 18 multiprocessors that one of an H100 has, 2 may be left over. On a GPU with fewer in
-  // some GPC the rest of the clusters start when others have ended, in the order of their numbers, as blocks of a plain grid
-  // do.
+  // Estimate of the clusters that run at once. An SM has registers for as many blocks as make `resident_threads`
+  // threads. A cluster stays within a GPC: of the 18 SMs of an H100's GPC, 2 may remain unused. On a GPU with a smaller
+  // GPC the remaining clusters start, in order of their numbers, when others have ended, like the blocks of a plain
+  // grid.
   static constexpr uint64_t resident_clusters(const Limits& limits, uint32_t cluster, uint32_t threads,
                                               uint32_t resident_threads) {
     const uint64_t sms = cluster == 1 ? limits.sm_count : limits.sm_count * 16 / 18;

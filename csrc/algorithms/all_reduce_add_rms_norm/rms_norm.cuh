@@ -1,11 +1,14 @@
-// What follows a row's sums: the residual add, the RMS norm over the cluster that holds the row, and the outputs.
+// RmsNorm: what follows the reduction of a row: residual add, RMS norm over the cluster that holds the row, and the
+// outputs. Used by the fused one-shot and two-shot kernels.
 //
-// The sum of squares meets in the shared memory of every block of the cluster: a warp delivers the partial sums of its
-// chunks there, and a warp that has seen all of them arrive adds them up. Nobody waits for a barrier of the cluster, whose
-// release would wait for the stores to other GPUs.
+// The sum of squares is exchanged through the shared memory of every block of the cluster. A warp delivers the partial
+// sums of its chunks to all blocks, and a warp that has seen all of them arrive adds them up. No thread waits for a
+// cluster barrier, whose release would wait for the stores to other GPUs.
 //
-// Two sets of partial sums are used in turn. A warp delivers to the set of row r + 2 after it has seen the partial sums of
-// row r + 1, some of every warp that reads them; those warps have read the ones of row r by then.
+// Two sets of partial sums are used alternately. Why a set may be reused:
+//   1. A warp delivers to the set of row r + 2 only after it has seen the partial sums of row r + 1.
+//   2. These include some from every warp that reads the sets.
+//   3. A warp delivers for row r + 1 only after it has read the partial sums of row r.
 #pragma once
 
 #include "algorithms/all_reduce_add_rms_norm/elements.cuh"
@@ -13,32 +16,32 @@
 
 namespace llm_comm::inline LLM_COMM_TARGET {
 
-// At the start of a block's shared memory: sums for two rows in turn, then, likewise, largest magnitudes.
+// Partial values at the start of a block's shared memory: two sets of sums, then two sets of largest magnitudes.
 inline constexpr uint32_t kPartialSets = 4;
 inline constexpr uint64_t kPartialBytes = kPartialSets * (kMaxChunks * sizeof(float) + sizeof(uint64_t));
 static_assert(kPartialBytes % sizeof(Line) == 0);
-// So that a row of zeros has a scale too: as vLLM's rms_norm_dynamic_per_token_quant.
+// Gives a row of zeros a scale, as vLLM's rms_norm_dynamic_per_token_quant does.
 inline constexpr float kSmallestScale = 1.0f / (kLargestE4m3 * 512.0f);
-// So that a group of zeros has one: the eps of vLLM's and SGLang's per_token_group_quant_fp8. The same number is the least
-// scale that vLLM's kernel rounds up to a power of two (SGLang's knows no least one).
+// Gives a group of zeros a scale: eps of vLLM's and SGLang's per_token_group_quant_fp8. vLLM's kernel also uses this
+// number as the minimum of a scale before it rounds it up to a power of two; SGLang's has no minimum.
 inline constexpr float kLeastGroupMagnitude = 1e-10f;
 inline constexpr float kLeastUe8m0Scale = 1e-10f;
 
-// `SingleRow`: the block takes part in one row. `Quantized`: the normed rows are FP8. Those are kernels of their own, because
-// code that a kernel does not run slows down what it does run (docs/experiments/cold_code.md).
+// `SingleRow`: the block processes one row. `Quantized`: the normed rows are FP8. Both are separate kernels, because
+// code that a kernel does not run slows down the code it runs (docs/experiments/cold_code.md).
 template <DataType D, uint32_t Width, bool SingleRow, bool Quantized>
 class RmsNorm {
  public:
   using Values = Pack<D, Width>;
 
-  // Values that a thread holds, at elements `index` and following of a row.
+  // Values that a thread holds: elements of a row from `index` on.
   struct Place {
     uint32_t index;
     bool exists;
   };
 
-  // Every thread of the block makes one, before grid_dependency_wait(). `partials`: the start of shared memory. The tiles of
-  // a row begin at multiples of tile_lines in each `span` of its lines.
+  // Every thread of the block constructs one, before grid_dependency_wait(). `partials`: start of shared memory. The
+  // tiles of a row begin at multiples of tile_lines within each `span` of its lines.
   LLM_COMM_DEVICE RmsNorm(const AddRmsNormArgs& args, float* partials, uint32_t span)
       : args_(args),
         residual_(args, args.residual),
@@ -49,8 +52,8 @@ class RmsNorm {
         deliveries_(reinterpret_cast<uint64_t*>(partials + kPartialSets * kMaxChunks)),
         chunks_((args.row_lines + kChunkLines - 1) / kChunkLines),
         fills_warps_(((args.tile_lines | span | args.row_lines) % kWarpThreads) == 0) {
-    // combine_partials() reads past the last chunk. Only there are zeros: where blocks deliver to each other, nothing orders
-    // the stores of a block behind which a delivery may come.
+    // combine_partials() reads beyond the last chunk, so those entries must be zero. Only they may be written here:
+    // nothing orders a block's own stores against deliveries from other blocks.
     const bool has_magnitudes = Quantized && args.quantization == Quantization::kDynamic;
     for (uint32_t i = chunks_ + thread_index(); i < kMaxChunks; i += block_threads()) {
       for_each_set(has_magnitudes, [&](uint32_t set) { partials_[set * kMaxChunks + i] = 0.0f; });
@@ -64,13 +67,13 @@ class RmsNorm {
     if (args_.cluster_blocks > 1) cluster_arrive_relaxed();
   }
 
-  // All threads make the call, before the first add() and with a block_sync() in between: every block of the cluster has
-  // made its RmsNorm then.
+  // Waits until every block of the cluster has constructed its RmsNorm. All threads call it, before the first add(),
+  // with a block_sync() in between.
   LLM_COMM_DEVICE void meet() const {
     if (args_.cluster_blocks > 1) cluster_wait();
   }
 
-  // A thread whose operation may not begin delivers what others wait for, and stores nothing.
+  // A thread whose operation may not begin still delivers what others wait for, but stores nothing.
   LLM_COMM_DEVICE void set_begun(bool begun) { stores_ = begun; }
 
   LLM_COMM_DEVICE uint64_t precomputed() const { return normed_.precomputed() + new_residual_.precomputed(); }
@@ -91,13 +94,13 @@ class RmsNorm {
     load.begin();
     return load.end();
   }
-  // Of a static quantization.
+  // Scale of a static quantization.
   LLM_COMM_DEVICE float load_scale() const {
     return Quantized && args_.quantization == Quantization::kStatic ? *args_.scale : 0.0f;
   }
 
-  // Adds the residual to a row's sums, stores that, and contributes its squares. All threads of a warp make the call;
-  // those without values (`at` does not exist) as well. Returns the new residual.
+  // Adds the residual to a row's sums, stores and returns the result, and contributes its squares. All threads of a
+  // warp call it, including those without values (`at` does not exist).
   LLM_COMM_DEVICE Values add(uint32_t row, Place at, Values sums, Values residual) const {
     Values result = sums;
     if (args_.residual != nullptr) {
@@ -114,10 +117,11 @@ class RmsNorm {
     return result;
   }
 
-  // Ends a row, whose values have all been given to add(): norms it and stores that. Every warp that holds values makes
-  // the call, and in each block at least the first warp: a block must be there for as long as others deliver to it.
-  // `place(tile)` is where this thread's values of tile `tile` of `tiles` lie; where there is one tile, `values` and
-  // `weight` are what add() and load_weight() returned for it.
+  // Finishes a row after add() has been called for all its values: normalizes it and stores the outputs. Every warp
+  // with values calls it, and in each block at least the first warp, because a block must stay while others deliver to
+  // it.
+  // - `place(tile)`: position of this thread's values of tile `tile` of `tiles`.
+  // - `values`, `weight`: results of add() and load_weight(); used if there is a single tile.
   template <class PlaceOf>
   LLM_COMM_DEVICE void finish(uint32_t row, uint32_t tiles, PlaceOf place, Values values, Values weight,
                               float static_scale) {
@@ -126,7 +130,7 @@ class RmsNorm {
         step(place(0), values, weight);
         return;
       }
-      // The thread itself stored the values.
+      // This thread stored the values itself, so it may load them.
       for (uint32_t tile = 0; tile < tiles; ++tile) {
         const Place at = place(tile);
         step(at, at.exists ? new_residual_.template load<Width>(element(row, at)) : Values{}, load_weight(at));
@@ -139,7 +143,7 @@ class RmsNorm {
         if (at.exists && stores_) normed_.template store<Width>(element(row, at), normalize(x, w, factor));
       });
     } else if (args_.quantization == Quantization::kStatic) {
-      // As vLLM's kernels, which do not divide.
+      // Multiplies by the reciprocal, as vLLM's kernels do.
       const float reciprocal_scale = 1.0f / static_scale;
       each_tile([&](Place at, Values x, Values w) {
         store_quantized(row, at, normalize(x, w, factor), [&](float value) { return value * reciprocal_scale; });
@@ -154,7 +158,7 @@ class RmsNorm {
         }
         contribute(2 + set_of_row(), at, magnitude);
       });
-      // Divides, as vLLM does, rather than multiply by the reciprocal: other bits.
+      // Divides, as vLLM does. Multiplying by the reciprocal would give other bits.
       const float scale = larger(combine_partials(2 + set_of_row(), &larger) / kLargestE4m3, kSmallestScale);
       if (stores_ && cluster_block_rank() == 0 && thread_index() == 0) args_.scale[row] = scale;
       each_tile([&](Place at, Values x, Values w) {
@@ -182,7 +186,7 @@ class RmsNorm {
  private:
   using E = Element<D>;
   static constexpr uint32_t kLanesPerChunk = kChunkLines * kElementsPerLine / Width;
-  // Of a warp, and groups begin at multiples of them: tiles are whole groups.
+  // Groups lie within a warp and begin at multiples of kLanesPerGroup, because tiles are multiples of groups.
   static constexpr uint32_t kLanesPerGroup = kGroupSize / Width;
   static_assert(kLanesPerGroup <= kWarpThreads);
 
@@ -190,7 +194,7 @@ class RmsNorm {
     uint8_t element[Width];
   };
 
-  // Those that are used: for one row or for two in turn, of sums, and of magnitudes if there are any.
+  // Calls step() for the sets in use: for one row or two, sums, and magnitudes if there are any.
   template <class Step>
   static LLM_COMM_DEVICE void for_each_set(bool has_magnitudes, Step step) {
     LLM_COMM_UNROLL(2)
@@ -208,8 +212,9 @@ class RmsNorm {
     return static_cast<uint64_t>(row) * (args_.row_lines * kElementsPerLine) + at.index;
   }
 
-  // As a tree over neighbours, which the sum over the lanes of a chunk goes on with: the same whatever Width is. The
-  // fused multiply-add is explicit because a compiler may choose which product of a * a + b * b it rounds.
+  // Adds in a tree over neighbours, which the sum over the lanes of a chunk continues: the result does not depend on
+  // Width. The fused multiply-add is explicit, because the compiler may choose which product of a * a + b * b it
+  // rounds.
   static LLM_COMM_DEVICE float sum_of_squares(Values values) {
     float sums[Width / 2];
     LLM_COMM_UNROLL(4)
@@ -226,12 +231,12 @@ class RmsNorm {
     return sums[0];
   }
 
-  // Delivers the value of a chunk, which all its lanes hold, to every block of the cluster. All threads of a warp make the
-  // call.
+  // Delivers the value of a chunk, which all its lanes hold, to every block of the cluster. All threads of a warp call
+  // it.
   LLM_COMM_DEVICE void contribute(uint32_t set, Place at, float value) const {
     const uint32_t chunk = at.index / (kChunkLines * kElementsPerLine);
     if constexpr (kLanesPerChunk * 4 == kWarpThreads) {
-      // A quarter of the stores, where the warp holds four chunks in a row: each is counted at its destination.
+      // If the warp holds four adjacent chunks, one store delivers all four.
       if (fills_warps_ && args_.cluster_blocks > 1) {
         const float values[4] = {value, shuffle_xor(value, kLanesPerChunk), shuffle_xor(value, 2 * kLanesPerChunk),
                                  shuffle_xor(value, 3 * kLanesPerChunk)};
@@ -253,12 +258,12 @@ class RmsNorm {
     }
   }
 
-  // All partial values of a row, combined: four by each lane, twice, then those of the lanes, as a tree. It reads as many as a
-  // row can have: behind the last one lie zeros.
+  // Combines all partial values of a row: each lane combines two groups of four, then the lanes form a tree. It reads
+  // as many entries as the longest row has; unused entries are zero.
   template <class Combine>
   LLM_COMM_DEVICE float combine_partials(uint32_t set, Combine combine) const {
     delivery_wait(deliveries_ + set, rows_ / 2 % 2);
-    // For the next row but one.
+    // Arm the set for the next row but one.
     if (!SingleRow && thread_index() == 0) expect(set);
     const auto four = [&](const Line& partial) {
       return combine(combine(bits_to_float(partial.word[0]), bits_to_float(partial.word[1])),
@@ -285,8 +290,8 @@ class RmsNorm {
     return magnitude;
   }
 
-  // Rounds once, at the end, with any weight_bias. So do GemmaRMSNorm of vLLM and of SGLang; vLLM's RMSNorm rounds before the
-  // multiplication by the weight too.
+  // Rounds once, at the end, with or without weight_bias, like GemmaRMSNorm of vLLM and SGLang. vLLM's RMSNorm also
+  // rounds before it multiplies by the weight.
   LLM_COMM_DEVICE Values normalize(Values values, Values weight, float factor) const {
     Values result;
     LLM_COMM_UNROLL(8)
@@ -297,15 +302,16 @@ class RmsNorm {
     return result;
   }
 
-  // Bitwise the scale of vLLM's per_token_group_quant_8bit kernels (csrc/quantization/w8a8/fp8/per_token_group_quant.cu), which
-  // divide, too. A power of two is found in the bits: their exp2f(ceilf(log2f(scale))) is the same one. log2f could round to a
-  // whole number only for a scale just beyond a power of two, and none is: 448 is 7 * 2^6, and a magnitude, of 11 bits at
-  // most, is 7 times a power of two or not that close to it.
+  // Bitwise the scale of vLLM's per_token_group_quant_8bit kernels
+  // (csrc/quantization/w8a8/fp8/per_token_group_quant.cu), which divide too. The next power of two is computed from the
+  // bits and equals their exp2f(ceilf(log2f(scale))). log2f could differ only for a scale just above a power of two, by
+  // rounding to a whole number. No scale is that close: 448 is 7 * 2^6, and a magnitude has at most 11 significant
+  // bits, so it is 7 times a power of two or not near it.
   LLM_COMM_DEVICE float scale_of_group(float magnitude) const {
     const float scale = larger(magnitude, kLeastGroupMagnitude) / kLargestE4m3;
     if (args_.quantization != Quantization::kGroupUe8m0) return scale;
     const uint32_t bits = float_to_bits(larger(scale, kLeastUe8m0Scale));
-    return bits_to_float((bits + 0x7FFFFFu) & 0x7F800000u);  // an infinite one stays
+    return bits_to_float((bits + 0x7FFFFFu) & 0x7F800000u);  // infinity stays infinity
   }
 
   template <class Scaled>
@@ -330,8 +336,8 @@ class RmsNorm {
   float* partials_;
   uint64_t* deliveries_;  // one for each set
   uint32_t chunks_;
-  bool fills_warps_;   // every warp holds values of a whole number of lines per thread, in the row's order, or none
-  uint32_t rows_ = 0;  // ended so far
+  bool fills_warps_;   // every warp holds whole lines per thread in the row's order, or nothing
+  uint32_t rows_ = 0;  // rows finished
   bool stores_ = true;
 };
 

@@ -1,16 +1,18 @@
 // Two-shot all-reduce + residual add + RMSNorm: reduce-scatter, then all-gather, both by pushed lines, in one kernel.
 //
-// Rank k owns segment k of every row, not whole rows: so the threads that collect a row's sums hold the whole row between
-// them, and norm it without another exchange. The wire carries what all_reduce/two_shot.cuh sends. Segments are whole
-// chunks (args.cuh), so the last ones may be short or empty. Slot: [phase][rank][row][line of segment], where rank is the
-// sender in phase 0 (scatter) and the owner in phase 1 (gather): again the sender.
+// Rank k owns segment k of every row, not whole rows. The threads that collect a row's sums therefore hold the whole
+// row together and normalize it without another exchange. The traffic is that of all_reduce/two_shot.cuh. Segments are
+// multiples of chunks (operation.cuh), so the last ones may be short or empty. Slot layout: [phase][sender][row][line
+// of segment], where the sender of phase 0 (scatter) is the contributing rank and the sender of phase 1 (gather) is the
+// owner.
 //
-// The rules of operation.cuh: R1, segment 0 is never empty and its owner sums it only after a line of every rank has
-// come, and every rank ends after it has received those sums (the owner: made them); R2, the thread that receives a line
-// re-arms it.
+// Rules of operation.cuh:
+//   R1  Segment 0 is never empty. Its owner reduces it only after it has received a line from every rank. Every other
+//       rank ends after it has received those sums.
+//   R2  The thread that receives a line resets it.
 //
-// The same kernel serves two_shot_switch.cuh and two_shot_ld_reduce.cuh, where sums are stored to all ranks at once, and where the
-// switch makes them (`Exchange`). What is other there stands in those files.
+// The kernel also serves two_shot_switch.cuh, where the owner stores sums to all ranks at once, and
+// two_shot_ld_reduce.cuh, where the switch adds (`Exchange`). Those files explain the differences.
 #pragma once
 
 #include "algorithms/all_reduce_add_rms_norm/rms_norm.cuh"
@@ -22,7 +24,7 @@ namespace llm_comm::inline LLM_COMM_TARGET {
 
 inline constexpr OperationKind kAllReduceAddRmsNormTwoShot = kKindOf<struct AllReduceAddRmsNormTwoShot>;
 
-// How sums come to the others: the owner of a segment sends them to each, or stores them to all ranks at once.
+// How sums reach the other ranks: the owner of a segment sends them to each rank, or stores them to all ranks at once.
 struct Pushed {
   static constexpr bool kToAll = false;
   static constexpr bool kIsSummedBySwitch = false;
@@ -32,7 +34,7 @@ struct StoredToAll {
   static constexpr bool kIsSummedBySwitch = false;
 };
 
-// `SingleTile`: the grid has a block for every tile. `Exchange`: one of the above, or one whose sums the switch makes
+// `SingleTile`: the grid has one block per tile. `Exchange`: Pushed, StoredToAll, or a class that reduces in the switch
 // (two_shot_ld_reduce.cuh).
 template <DataType D, int World, bool SingleTile, bool Quantized, class Exchange>
 LLM_COMM_DEVICE void sum_and_norm_in_two_shots(const AddRmsNormArgs& args, OperationKind kind) {
@@ -49,17 +51,17 @@ LLM_COMM_DEVICE void sum_and_norm_in_two_shots(const AddRmsNormArgs& args, Opera
   Norm norm(args, shared_memory<float>(), args.segment_lines);
   Line* const contributions = shared_memory<Line>() + kPartialBytes / sizeof(Line);  // [rank][column]
   Line* const sums = contributions + World * args.tile_lines;                        // [column]
-  // Set by threads of the block whose wait has been aborted: there is no sum to send then.
+  // Set by threads of the block whose wait was aborted: there is no valid sum then.
   uint32_t* const incomplete = (sums + args.tile_lines)->word;
   if (thread_index() == 0) *incomplete = 0;
 
   LLSession session(args.comm, kind, static_cast<uint64_t>(args.rows) * args.row_lines * sizeof(Line), self.rank,
                     self.peer);
-  const uint64_t sent_lines = static_cast<uint64_t>(args.rows) * segment;  // by a rank to another, in a phase
+  const uint64_t sent_lines = static_cast<uint64_t>(args.rows) * segment;  // lines from one rank to another in a phase
   session.divide_slots(sent_lines);
-  const uint64_t gather = kIsSummedBySwitch ? 0 : (World - 1) * sent_lines;  // where phase 1 starts in a slot
+  const uint64_t gather = kIsSummedBySwitch ? 0 : (World - 1) * sent_lines;  // start of phase 1 in a slot
   const SwitchChannel all(args.comm);
-  // Of this rank's slot: where the sum of a line comes that `owner` stores to all ranks.
+  // Line of this rank's slot that receives a sum which `owner` stores to all ranks.
   const auto sum_for_all = [&](uint32_t owner, uint64_t index) {
     return reinterpret_cast<Line*>(session.own_slot()) + gather + owner * sent_lines + index;
   };
@@ -72,7 +74,7 @@ LLM_COMM_DEVICE void sum_and_norm_in_two_shots(const AddRmsNormArgs& args, Opera
     }
   }();
 
-  // Lines of segments: whether the tile's column exists there, and its place in the segment's part of a slot.
+  // Lines of segments: whether the tile's column exists, and its index in the segment's region of a slot.
   const auto line_of = [&](const TileCursor& at) { return at.first + self.member * args.tile_lines + self.column; };
   const auto has_line = [&](const TileCursor& at, uint32_t owner) {
     return self.has_line && line_of(at) < segment && owner * segment + line_of(at) < args.row_lines;
@@ -81,13 +83,13 @@ LLM_COMM_DEVICE void sum_and_norm_in_two_shots(const AddRmsNormArgs& args, Opera
   const auto line_index = [&](const TileCursor& at, uint32_t owner) {
     return at.row * args.row_lines + owner * segment + line_of(at);
   };
-  // The line of the row that this thread collects and norms.
+  // Values of the row that this thread collects and normalizes.
   const auto place_of = [&](uint32_t first) -> typename Norm::Place {
     const TileCursor at{0, first};
     return {(self.peer * segment + line_of(at)) * kElementsPerLine, has_line(at, self.peer)};
   };
 
-  // Whether this warp has values to norm: in the first tile of a row if in any.
+  // True if this warp has values to normalize. If it has any, the first tile of a row has some.
   const bool norms = any_lane(place_of(0).exists);
 
   TileCursor scattering{self.cluster, 0};
@@ -98,16 +100,16 @@ LLM_COMM_DEVICE void sum_and_norm_in_two_shots(const AddRmsNormArgs& args, Opera
   auto first_weight = norm.weight_load(place_of(0));
   session.wait_for_grids_before(coming.precomputed(), first_residual.precomputed(), first_weight.precomputed(),
                                 norm.precomputed(), slot_index(scattering), reinterpret_cast<uint64_t>(contributions));
-  // The next line to send is always on its way; the first beside the operation's number, which is as far away, as is what
-  // the sums meet later. Nothing is waited for in between.
+  // The next line to send is always in flight. The first one is loaded together with the operation number, which has
+  // the same latency, and with the residual and the weight. Nothing waits in between.
   const Line state = session.load_state();
   coming.begin();
   first_residual.begin();
   first_weight.begin();
   const float static_scale = norm.load_scale();
-  Line line{};  // sent last
-  // A thread that may not begin goes on without waiting, sending, or storing results: those that have begun, in its block
-  // and in others of the cluster, wait for what it delivers.
+  Line line{};  // last line sent
+  // If begin() fails, the thread continues without waiting, sending or storing results. Threads that have begun, in its
+  // block and in others of the cluster, wait for what it delivers.
   norm.set_begun(session.begin_in_slot(state));
 
   const auto scatter = [&] {
@@ -127,7 +129,7 @@ LLM_COMM_DEVICE void sum_and_norm_in_two_shots(const AddRmsNormArgs& args, Opera
   const auto reduce = [&] {
     const bool has = has_line(reducing, self.rank);
     const uint64_t index = slot_index(reducing);
-    if (is_first) norm.meet();  // while the first lines are on their way
+    if (is_first) norm.meet();  // while the first lines are in flight
     if constexpr (kIsSummedBySwitch) {
       exchange.wait();
       if (is_first && thread_index() == 0) session.arrive();
@@ -141,15 +143,15 @@ LLM_COMM_DEVICE void sum_and_norm_in_two_shots(const AddRmsNormArgs& args, Opera
                                             : session.receive(index, kScatter);
       }
       block_sync();
-      if (session.aborted()) *incomplete = 1;  // between the barriers: it has been zero before, and is read after
+      if (session.aborted()) *incomplete = 1;  // zero before the first barrier, read after the second
       if (is_first && thread_index() == 0) session.arrive();
       is_first = false;
       sum_tile<D, World>(contributions, args.tile_lines, sums);
-      // The sums are read before the next tile's first block_sync() and written after it; contributions are written after
-      // this one and read before it.
+      // `sums` is written after the next tile's first block_sync() and read before it. `contributions` is read before
+      // this one and written after it.
       block_sync();
       if (has && *incomplete == 0) {
-        // Where a row takes several tiles, or comes later, the owner collects from its own slot as the others do.
+        // If a row has several tiles, or rows follow each other, the owner also collects from its own slot.
         if constexpr (kToAll) {
           if (self.is_own) all.send(all.at(sum_for_all(self.rank, index)), sums[self.column]);
         } else if (!self.is_own || !SingleTile) {
@@ -183,7 +185,7 @@ LLM_COMM_DEVICE void sum_and_norm_in_two_shots(const AddRmsNormArgs& args, Opera
       sum = sums[self.column];
     }
     const Values values = norms ? norm.add(collecting.row, at, as_pack<D>(sum), residual) : Values{};
-    // While the squares are on their way to the other blocks.
+    // Reset while the squares travel to the other blocks.
     if (receives) session.re_arm(kToAll ? for_all : session.incoming(index));
     if (SingleTile || collecting.is_last_of_row(segment, round_lines)) {
       if (norms || thread_index() < kWarpThreads) {
@@ -200,8 +202,8 @@ LLM_COMM_DEVICE void sum_and_norm_in_two_shots(const AddRmsNormArgs& args, Opera
     reduce();
     collect();
   } else {
-    // Reducing runs `depth` tiles behind scattering and collecting as far behind reducing, so that the links carry later
-    // tiles while earlier ones wait for their answer.
+    // Reducing lags scattering by `depth` tiles, and collecting lags reducing by as many. The links carry later tiles
+    // while earlier ones wait for their answer.
     for (uint32_t ahead = 0; ahead < args.depth; ++ahead) {
       if (scattering.row < args.rows) scatter();
     }
@@ -221,12 +223,12 @@ all_reduce_add_rms_norm_two_shot(LLM_COMM_KERNEL_PARAM AddRmsNormArgs args) {
 
 // ---- Descriptor ----------------------------------------------------------------------------------------------------
 
-// Algorithm says slot_segments(world): of each row, what it takes of a slot.
+// Algorithm defines slot_segments(world): segments of a slot for each row.
 template <class Algorithm>
 struct TwoShotInClusters : RowsInClusters<Algorithm> {
   static constexpr uint32_t kMaxThreads = kMaxTwoShotThreads;
 
-  // Its kernels have up to 88 registers a thread on sm_100 and 80 elsewhere (docs/results/2026-11-22_ptxas.json).
+  // Its kernels use up to 88 registers per thread on sm_100 and 80 elsewhere (docs/results/2026-11-22_ptxas.json).
   static constexpr uint32_t resident_threads(const Limits& limits) {
     return limits.compute_capability >= 100 ? 704 : 768;
   }
@@ -234,7 +236,7 @@ struct TwoShotInClusters : RowsInClusters<Algorithm> {
   static constexpr uint64_t row_slot_lines(const Problem& problem) {
     return Algorithm::slot_segments(problem.world) * AllReduceAddRmsNorm::segment_lines(problem);
   }
-  // What the norm keeps, the contributions to a tile, its sums, and `incomplete`.
+  // Shared memory of the norm, the contributions to a tile, its sums, and `incomplete`.
   static constexpr uint64_t shared_lines(uint64_t tile_lines, uint64_t world, uint64_t, bool) {
     return kPartialBytes / sizeof(Line) + (world + 1) * tile_lines + 1;
   }

@@ -1,10 +1,11 @@
-// One-shot reduce-scatter (1PA, LL): every rank sends to each other rank what it has for its part, and sums what it gets for its
-// own. The first phase of two-shot all-reduce.
+// One-shot reduce-scatter (1PA, LL): every rank sends each peer its contribution to the peer's shard, and reduces what
+// it receives for its own. It is the first phase of two-shot all-reduce.
 //
-// One hop. Slot: [sender][line], of the other ranks.
+// One hop. Slot layout: [sender][line], for the other ranks.
 //
-// The rules of operation.cuh: R1, a rank ends after it has received line 0 from every peer, which sends one even where the part
-// is empty; R2, the thread that receives a line re-arms it.
+// Rules of operation.cuh:
+//   R1  A rank ends after it has received line 0 from every peer. A peer sends line 0 even if the shard is empty.
+//   R2  The thread that receives a line resets it.
 #pragma once
 
 #include "algorithms/block_sum.cuh"
@@ -16,8 +17,9 @@ namespace llm_comm::inline LLM_COMM_TARGET {
 
 inline constexpr OperationKind kReduceScatterOneShot = kKindOf<struct ReduceScatterOneShot>;
 
-// Thread (k, c) of a block exchanges line c of each of the block's tiles with peer k: it sends of peer k's part, and receives of
-// this rank's; those of this rank contribute its own.
+// Thread (k, c) of a block handles line c of each of the block's tiles: it sends that line of peer k's shard to peer k,
+// and receives peer k's contribution to that line of this rank's shard. Threads with k == rank load this rank's
+// contribution.
 template <DataType D, int World>
 LLM_COMM_KERNEL(kMaxPartThreads)
 reduce_scatter_one_shot(LLM_COMM_KERNEL_PARAM PartsArgs args) {
@@ -32,7 +34,7 @@ reduce_scatter_one_shot(LLM_COMM_KERNEL_PARAM PartsArgs args) {
   const uint32_t greeting = 1;
   const ExchangedLines exchanged(source.lines(), target.lines(), greeting);
   const auto lines = static_cast<uint32_t>(slot_lines);
-  // Set by threads of the block whose wait has been aborted: there is no sum to deliver then.
+  // Set by threads of the block whose wait was aborted: there is no valid sum then.
   uint32_t* const incomplete = shared_memory<Line>()->word;
   Line* const contributions = shared_memory<Line>() + 1;       // [rank][column]
   Line* const sums = contributions + World * args.tile_lines;  // [column]
@@ -41,8 +43,8 @@ reduce_scatter_one_shot(LLM_COMM_KERNEL_PARAM PartsArgs args) {
   LLSession session(args.comm, kReduceScatterOneShot, PartView<D>::bytes_of(args.range.count), rank, peer);
   session.divide_slots(slot_lines);
   session.wait_for_grids_before(source.precomputed(), target.precomputed(), reinterpret_cast<uint64_t>(contributions));
-  // A thread that may not begin stays without doing anything: others of its block may have begun, and must learn that a
-  // line is incomplete.
+  // If begin() fails, the thread stays and does nothing. Others of its block may have begun and must learn that a line
+  // is missing.
   const bool begun = session.begin();
   session.enter_slot();
 
@@ -50,17 +52,17 @@ reduce_scatter_one_shot(LLM_COMM_KERNEL_PARAM PartsArgs args) {
   for (uint32_t tile = first; tile < lines; tile += stride) {
     const uint32_t line = tile + column;
     const bool is_there = line < source.lines();
-    // A thread sends before it waits: so no two ranks wait for each other.
+    // A thread sends before it waits, so no two ranks wait for each other.
     if (begun && peer != rank && line < exchanged.sent) session.send(line, is_there ? source.load(line) : Line{});
     if (line < exchanged.received) {
       contributions[thread_index()] = peer != rank ? session.receive(line, 0) : (is_there ? source.load(line) : Line{});
     }
     block_sync();
-    if (session.aborted()) *incomplete = 1;  // between the barriers: it has been zero before, and is read after
+    if (session.aborted()) *incomplete = 1;  // zero before the first barrier, read after the second
     if (tile == first && thread_index() == 0) session.arrive();
     sum_tile<D, World>(contributions, args.tile_lines, sums);
-    // The sums are read before the next tile's first block_sync() and written after it; contributions are
-    // written after this one and read before it.
+    // `sums` is written after the next tile's first block_sync() and read before it. `contributions` is read before
+    // this one and written after it.
     block_sync();
     if (line >= exchanged.received || *incomplete != 0) continue;
     if (peer != rank) {
@@ -71,8 +73,8 @@ reduce_scatter_one_shot(LLM_COMM_KERNEL_PARAM PartsArgs args) {
   }
 }
 
-// Few ranks: a thread sends a line of every peer's part, and adds those that it gets to this rank's own. It sends one line ahead of
-// those that it waits for. `Plain`: as PartsArgs::is_plain.
+// Kernel for few ranks: a thread sends a line of every peer's shard and adds what it receives to this rank's own. It
+// sends one line ahead of those it waits for. `Plain`: PartsArgs::is_plain.
 template <DataType D, int World, bool Plain>
 LLM_COMM_DEVICE void reduce_scatter_by_lines(const PartsArgs& args, uint32_t block) {
   constexpr uint32_t kPeers = World - 1;
@@ -133,7 +135,7 @@ LLM_COMM_DEVICE void reduce_scatter_by_lines(const PartsArgs& args, uint32_t blo
   for (uint32_t line = first;; line += stride) {
     if (begun) send(line);
     if (line == first) {
-      // While the first answers are on their way. All threads know the number of the operation by now.
+      // Arrive while the first answers are in flight. All threads have read the operation number here.
       block_sync();
       if (thread_index() == 0) session.arrive();
       if (!begun || first >= most) return;
@@ -170,7 +172,7 @@ struct ReduceScatterOneShot : TiledParts<ReduceScatterOneShot> {
     }
   }
 
-  // A part for each of the other ranks.
+  // One region for each of the other ranks.
   static constexpr uint64_t slot_bytes(uint64_t lines, uint64_t world) { return (world - 1) * lines * sizeof(Line); }
   // `incomplete`, the contributions to a tile, its sums.
   static constexpr uint64_t shared_lines(uint64_t tile_lines, uint64_t world) {

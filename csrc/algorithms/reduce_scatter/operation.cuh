@@ -1,4 +1,4 @@
-// Reduce-scatter: every rank gets its part of the sum of all inputs, the one sum of reduce.cuh.
+// Reduce-scatter: every rank gets its shard of the sum of all inputs, reduced as in reduce.cuh.
 #pragma once
 
 #include "algorithms/parts_operation.h"

@@ -1,6 +1,6 @@
-// Reduce-scatter by push (HB): every rank stores what it has for the part of another one, chunk by chunk, to the staging memory of
-// that one, which sums. The first hop of two-shot all-reduce (HB) (step_pipeline.cuh, with the argument why buffers may be written
-// again).
+// Reduce-scatter by push (HB): every rank stores its contribution to a peer's shard, chunk by chunk, to the staging
+// memory of that peer, which reduces it. It is the first hop of two-shot all-reduce (HB). step_pipeline.cuh proves that
+// the buffers may be reused.
 #pragma once
 
 #include "algorithms/reduce_scatter/operation.cuh"
@@ -9,7 +9,7 @@
 namespace llm_comm::inline LLM_COMM_TARGET {
 
 inline constexpr OperationKind kReduceScatterPushHB = kKindOf<struct ReduceScatterPushHB>;
-inline constexpr uint32_t kReduceScatterTeams = 2;  // one sends, one sums
+inline constexpr uint32_t kReduceScatterTeams = 2;  // one sends, one reduces
 
 template <DataType D, int World, template <int> class Buffers>
 LLM_COMM_DEVICE void reduce_scatter_in_steps(const PartsArgs& args, OperationKind kind) {

@@ -1,4 +1,4 @@
-// What threads do: accesses to memory, and what the platform header calls.
+// Accesses of threads to modelled memory, and the functions that the platform header calls.
 #include <cstring>
 
 #include "emulator/deterministic/machine_parts.h"
@@ -41,7 +41,7 @@ void Machine::record(const Thread& thread, const char* what, uint64_t offset, ui
                static_cast<unsigned long long>(offset % of_rank), static_cast<unsigned long long>(value));
 }
 
-// After every store.
+// Schedules the arrivals of a store. Called after every store.
 void Machine::announce_arrivals() {
   quiet_turns_ = 0;
   for (const Arrival& arrival : memory_.arrivals()) {
@@ -54,7 +54,7 @@ void Machine::announce_arrivals() {
   memory_.arrivals().clear();
 }
 
-// Those of the rank that the line belongs to. Who polls a peer's memory finds out by polling.
+// Wakes pollers on the rank that owns the line. Threads that poll a peer's memory notice by polling.
 void Machine::wake_pollers(uint32_t line) {
   for (const Watch& watch : watches_) {
     if (watch.first_line <= line && line <= watch.last_line) watch.action();
@@ -130,9 +130,9 @@ void Machine::wait_for_prerequisites() {
   thread.suspend_as(ThreadState::kAwaitingGrids);
 }
 
-// ---- What the platform header calls --------------------------------------------------------------------------------
+// ---- Called by the platform header --------------------------------------------------------------------------------
 
-// Memory that ranks do not share is as strong as the CPU's.
+// Memory outside the model is accessed directly and is as strong as the CPU's.
 
 void load(const void* address, void* to, uint32_t bytes, uint32_t unit, Order order, Alias alias) {
   if (active->memory().contains(address)) {

@@ -1,4 +1,4 @@
-// What agents do: accesses to memory beside those of threads.
+// Accesses of agents to modelled memory, besides those of threads.
 #include <cstring>
 
 #include "emulator/deterministic/machine.h"

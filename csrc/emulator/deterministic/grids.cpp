@@ -1,4 +1,4 @@
-// Grids of a rank: how they start, what holds their threads up, and how they end.
+// Grids of a rank: how they start, what blocks their threads, and how they end.
 #include <algorithm>
 
 #include "emulator/deterministic/machine_parts.h"
@@ -7,7 +7,7 @@ namespace llm_comm::inline LLM_COMM_TARGET::emulator {
 
 namespace {
 
-// What is written over the shared memory of a block that has ended.
+// Pattern written over the shared memory of a block that has ended.
 constexpr uint32_t kOfNobody = 0xDEADB10C;
 
 }  // namespace
@@ -32,8 +32,8 @@ void Machine::start_grid(uint32_t r) {
   grid->launch = std::move(rank.queue.front());
   rank.queue.pop_front();
   rank.resident.push_back(std::move(grid));
-  // A GPU would take any number. But each takes room that grids of other ranks or streams on the same GPU may need before the
-  // first one can end (operation.cuh, "Progress").
+  // A GPU would accept any number of resident grids. Each takes room that grids of other ranks or streams on the same
+  // GPU may need before the first one can end (operation.cuh, "Progress").
   const auto takes_room = [](const auto& one) { return !one->is_ended(); };
   if (std::count_if(rank.resident.begin(), rank.resident.end(), takes_room) > 2) {
     memory_.fail("a second grid of rank " + std::to_string(r) + " comes ahead of the one that runs");
@@ -71,7 +71,7 @@ void Machine::start_clusters(Grid& grid) {
       block.index = first + i;
       block.view = memory_.new_view();
       block.warps.resize((config.threads + kWarpThreads - 1) / kWarpThreads);
-      // Garbage, as a block finds it on a GPU.
+      // Uninitialised, as on a GPU.
       const auto garbage = static_cast<uint32_t>(random_.next());
       block.shared.assign((config.shared_bytes + sizeof(Line) - 1) / sizeof(Line),
                           {garbage, garbage, garbage, garbage});
@@ -105,7 +105,7 @@ void Machine::start_threads(Block& block) {
   }
 }
 
-// A shuffle exchanges values and orders no memory.
+// A shuffle exchanges values and does not order memory.
 void Machine::release_warp(Thread& thread) {
   if (!thread.warp->passes_barrier()) return;
   for (Thread* const lane : thread.block->threads) {
@@ -113,7 +113,7 @@ void Machine::release_warp(Thread& thread) {
   }
 }
 
-// On a GPU the cluster's barrier orders memory too; no kernel of this library needs that of memory that ranks share.
+// A GPU's cluster barrier also orders memory. No kernel of this library needs that for memory that ranks share.
 void Machine::release_cluster(Cluster& cluster) {
   const auto has_arrived = [](const Thread* thread) { return thread->has_arrived_at_cluster_barrier(); };
   for (const Block* const block : cluster.blocks) {
@@ -158,7 +158,7 @@ void Machine::end_thread(Thread& thread) {
     memory_.free_view(ended->memory.thread);
     idle_.push_back(ended);
   }
-  block.threads.clear();  // other blocks take them, maybe while this one's cluster still runs
+  block.threads.clear();  // other blocks reuse them, possibly while this block's cluster still runs
   std::fill(block.shared.begin(), block.shared.end(), Line{{kOfNobody, kOfNobody, kOfNobody, kOfNobody}});
   if (++block.cluster->ended_blocks == block.cluster->blocks.size()) check_ended(*block.cluster);
   grid.resident_threads -= grid.launch.config.threads;
@@ -169,7 +169,7 @@ void Machine::end_thread(Thread& thread) {
   complete_if_ended(grid.rank);
 }
 
-// The shared memory of a block that has ended belongs to another one. Who still wrote there is found by what it left.
+// Detects stores to the shared memory of a block that has ended, which on a GPU may belong to another block already.
 void Machine::check_ended(const Cluster& cluster) {
   for (const Block* const block : cluster.blocks) {
     for (const Line& line : block->shared) {

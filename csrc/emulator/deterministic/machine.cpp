@@ -7,11 +7,11 @@ namespace llm_comm::inline LLM_COMM_TARGET::emulator {
 
 namespace {
 
-// More than any schedule of small messages takes.
+// More turns than any schedule of small messages takes.
 constexpr uint64_t kMostTurns = 20'000'000;
-// The same in time, which a thread that waits without a bound makes pass for nothing.
+// Bound on time in units of impatience_ns: a thread that waits without a bound lets time pass without turns.
 constexpr uint64_t kMostImpatience = 4096;
-// Of 256 turns: a thread whose last poll failed, though nothing has arrived for it since.
+// Probability in 256 of giving a turn to a thread whose last poll failed and for which nothing has arrived since.
 constexpr uint32_t kIdlePolls = 8;
 
 }  // namespace
@@ -27,7 +27,7 @@ void Machine::reset(uint64_t seed, uint32_t ranks, const Temper& temper) {
   temper_ = temper;
   random_ = Random(seed);
   memory_.reset(random_.next(), temper.memory);
-  // A thread of a rank that stopped in the middle of a kernel cannot take another.
+  // A thread of a rank that stopped inside a kernel cannot run another kernel.
   std::erase_if(threads_, [](const auto& thread) { return thread->state != ThreadState::kEnded; });
   idle_.clear();
   for (const auto& thread : threads_) idle_.push_back(thread.get());
@@ -50,7 +50,7 @@ void Machine::launch(uint32_t rank, const LaunchConfig& config, std::function<vo
   try_start(rank);
 }
 
-// ---- The schedule --------------------------------------------------------------------------------------------------
+// ---- Scheduling ----------------------------------------------------------------------------------------------------
 
 bool Machine::is_frozen(const Rank& rank) const { return rank.thaw > now_; }
 
@@ -194,9 +194,9 @@ void Machine::handle_due_events() {
         complete_grid(event.argument);
         break;
       case EventKind::kThaw:
-        break;  // the time has come, and that is all
+        break;  // only ends the stall: is_frozen() compares times
       case EventKind::kHost: {
-        const std::function<void()> action = host_actions_[event.argument];  // which may add others
+        const std::function<void()> action = host_actions_[event.argument];  // a copy: the action may add others
         action();
         break;
       }
@@ -204,8 +204,8 @@ void Machine::handle_due_events() {
   }
 }
 
-// Nothing but polls in vain has happened for a while, so time has to help. It never passes more quickly than threads
-// that wait can see. False if it cannot help: nobody waits.
+// Advances time when nothing but failed polls has happened for a while. Time never advances faster than waiting threads
+// can observe. Returns false if no thread waits for time.
 bool Machine::let_time_pass() {
   if (!events_.empty() && events_.top().time <= now_ + impatience_ns_) {
     now_ = std::max(now_, events_.top().time);

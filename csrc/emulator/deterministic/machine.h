@@ -1,8 +1,9 @@
-// Driver "deterministic" of the emulator: all ranks in one OS thread, over the weak memory of weak_memory.h. A scheduler
-// explores interleavings; every choice it makes follows from a seed, so a seed replays its schedule to the last access.
+// Machine: the emulator's driver "deterministic", for schedules of tests and DSL kernels. All ranks run in one OS
+// thread over the weak memory of weak_memory.h. A scheduler explores interleavings. Every decision derives from a seed,
+// so a seed replays its schedule access by access.
 //
-// Time is virtual: a step (an access to shared memory, or a turn of a thread) takes a nanosecond. Where every thread
-// only polls, time jumps to the next event, and where there is none, ahead, until waits expire.
+// Time is virtual: a step (an access to modelled memory, or a turn of a thread) takes a nanosecond. While every thread
+// only polls, time jumps to the next event; without an event it jumps ahead until waits expire.
 #pragma once
 
 #include <cstdio>
@@ -21,28 +22,28 @@
 namespace llm_comm::inline LLM_COMM_TARGET::emulator {
 
 enum class Policy : uint32_t {
-  kUniform,     // any thread that can run
-  kWeighted,    // ranks have speeds
-  kPriorities,  // the foremost rank that can run; at times another becomes foremost (PCT, Burckhardt, ASPLOS 2010)
+  kUniform,     // any runnable thread
+  kWeighted,    // ranks have different speeds
+  kPriorities,  // the runnable rank of highest priority; priorities change at times (PCT, Burckhardt, ASPLOS 2010)
 };
 
-// In which order the clusters of a grid start, as far as not all of them run at once.
+// Order in which the clusters of a grid start, as far as not all of them run at once.
 enum class StartOrder : uint32_t { kAscending, kDescending, kAny };
 
-// How the scheduler is biased in a schedule.
+// Schedule parameters of the scheduler.
 struct SchedulerTemper {
   Policy policy = Policy::kUniform;
   uint32_t weight[kMaxRanks] = {1, 1, 1, 1, 1, 1, 1, 1};
-  uint32_t change = 0;             // of 65536 turns: priorities change
-  uint32_t preempt = 0;            // of 256 accesses: another thread goes first
-  uint32_t samples = 1;            // a rank's next thread is the foremost of so many drawn
-  uint32_t resident_threads = 64;  // clusters of a grid start as long as they fit in, one always
+  uint32_t change = 0;             // probability in 65536 per turn: priorities change
+  uint32_t preempt = 0;            // probability in 256 per access: another thread runs first
+  uint32_t samples = 1;            // a rank's next thread is the one of highest priority among so many random ones
+  uint32_t resident_threads = 64;  // clusters of a grid start while they fit; one always does
   StartOrder start_order = StartOrder::kAny;
-  uint32_t launch_delay = 0;      // steps at most until a grid that may start does
-  uint32_t completion_delay = 0;  // steps at most until a grid whose threads have ended is complete
+  uint32_t launch_delay = 0;      // maximum steps until a grid that may start does start
+  uint32_t completion_delay = 0;  // maximum steps until a grid whose threads have ended is complete
 };
 
-// A rank does nothing for a time, from its `after`-th access on.
+// A rank pauses for `steps`, starting with its `after`-th access.
 struct Stall {
   static constexpr uint64_t kForever = ~uint64_t{0};
   uint32_t rank;
@@ -57,53 +58,53 @@ struct Temper {
 };
 
 enum class Ending {
-  kDone,     // all ranks that are not stalled for ever have run all their grids
-  kStuck,    // threads wait for a barrier or a grid that nobody will reach or end
-  kTooLong,  // more turns, or time, than any schedule needs
-  kFault,    // an access that no target defines: fault() says which
+  kDone,     // all ranks without an endless stall have run all their grids
+  kStuck,    // threads wait for a barrier or grid that no thread will reach or end
+  kTooLong,  // more turns or time than any schedule needs
+  kFault,    // an access that no target defines; fault() describes it
 };
 
 class Machine {
  public:
-  // `impatience_ns`: by how much time jumps where nothing happens. A schedule has to end within 4096 of them.
+  // `impatience_ns`: size of a jump in time when nothing happens. A schedule must end within 4096 of them.
   Machine(uint32_t ranks, uint64_t bytes_of_rank, uint64_t impatience_ns);
   ~Machine();
 
   WeakMemory& memory() { return memory_; }
 
-  // Begins a new schedule: no grids, time 0, memory visible as it is.
+  // Starts a new schedule: no grids, time 0, all memory content visible.
   void reset(uint64_t seed, uint32_t ranks, const Temper& temper);
-  // What the host does at a time of the schedule.
+  // Runs a host action at a time of the schedule.
   void at(uint64_t time, std::function<void()> action);
-  // Enqueues a grid on the stream of a rank. `dependent`: it may start once the blocks of the one before have called
+  // Enqueues a grid on the stream of a rank. `dependent`: it may start once all blocks of the previous grid have called
   // grid_dependency_trigger().
   void launch(uint32_t rank, const LaunchConfig& config, std::function<void()> kernel, bool dependent);
   Ending run();
 
-  // Blocks of such grids that run at once.
+  // Blocks of such a grid that run at once.
   uint32_t resident_blocks(const LaunchConfig& config) const;
 
   const std::string& fault() const { return memory_.error(); }
   uint64_t now() const { return now_; }
-  // How many accesses the rank's threads have made, as stalls count them.
+  // Accesses of the rank's threads, as stalls count them.
   uint64_t accesses(uint32_t rank) const;
-  // When the rank's last stall began, if any has.
+  // Start of the rank's last stall, if any.
   std::optional<uint64_t> stalled_at(uint32_t rank) const;
-  // Changes with every access, its order and its value.
+  // Hash of the order and the value of every access.
   uint64_t fingerprint() const { return fingerprint_; }
   void trace_to(std::FILE* file) { trace_ = file; }
 
-  // ---- For agents: who accesses memory of a rank beside its threads, from at() and watch(), after reset() ----
+  // ---- Agents: access a rank's memory besides its threads; called from at() and watch(), after reset() ----
 
-  // What an agent brings to its accesses. Agents of one rank with one `block` share what is joined into that view.
+  // Creates the memory state of an agent. Agents of one rank with the same `block` share the view joined into it.
   ThreadMemory agent_of(uint32_t rank, ViewId block) {
     return {rank, ~uint64_t{0}, block, memory_.new_view(), 0, {}, {}};
   }
   void load(ThreadMemory& agent, const void* address, void* to, uint32_t bytes, uint32_t unit, Order order);
   void store(ThreadMemory& agent, void* address, const void* from, uint32_t bytes, uint32_t unit, Order order);
-  // Calls `action` whenever a store to these bytes of a rank's memory arrives there.
+  // Calls `action` whenever a store to these bytes arrives at the rank that owns them.
   void watch(const void* first, uint64_t bytes, std::function<void()> action);
-  // Until when the rank does nothing; Stall::kForever; now() or less: it goes on.
+  // Time until which the rank pauses; Stall::kForever; not later than now(): it runs.
   uint64_t frozen_until(uint32_t rank) const;
   Random& random() { return random_; }
 
@@ -112,7 +113,7 @@ class Machine {
   void store(void* address, const void* from, uint32_t bytes, uint32_t unit, Order order, Alias alias);
   uint64_t modify(void* address, uint32_t bytes, uint64_t (*update)(uint64_t, const void*), const void* arguments,
                   Alias alias);
-  // To memory that ranks do not share: only lets others go first at times. Also called by the host, where it is nothing.
+  // Access to memory outside the model: may let another thread run first. No effect when the host calls it.
   void private_access();
   void fence();
   void fence_aliases();
@@ -140,7 +141,7 @@ class Machine {
     bool operator>(const Event& other) const { return time != other.time ? time > other.time : order > other.order; }
   };
 
-  // The one whose threads call the platform header; nullptr: none.
+  // Sets the machine whose threads call the platform header; nullptr: none.
   static void activate(Machine* machine);
   Thread& running() const;
   bool is_frozen(const Rank& rank) const;
@@ -178,7 +179,7 @@ class Machine {
   Temper temper_;
   Random random_{0};
   std::vector<Rank> ranks_;
-  std::vector<std::unique_ptr<Thread>> threads_;  // all there are
+  std::vector<std::unique_ptr<Thread>> threads_;  // all threads, idle ones included
   std::vector<Thread*> idle_;
   std::priority_queue<Event, std::vector<Event>, std::greater<>> events_;
   std::vector<std::function<void()>> host_actions_;
@@ -186,7 +187,7 @@ class Machine {
   uint64_t event_count_ = 0;
   uint64_t now_ = 0;
   uint64_t turns_ = 0;
-  uint64_t quiet_turns_ = 0;  // in which no thread did more than poll
+  uint64_t quiet_turns_ = 0;  // turns in which no thread did more than poll
   uint64_t fingerprint_ = 0;
   std::FILE* trace_ = nullptr;
 };

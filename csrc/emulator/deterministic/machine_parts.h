@@ -1,4 +1,4 @@
-// What a Machine consists of, for the files that define it: machine.cpp (the schedule and time), grids.cpp, accesses.cpp.
+// Parts of a Machine, for the files that implement it: machine.cpp (schedule and time), grids.cpp, accesses.cpp.
 #pragma once
 
 #include "emulator/deterministic/machine.h"
@@ -9,9 +9,9 @@ struct Machine::Thread : GpuThread {
   Block* block = nullptr;
   ThreadMemory memory;
   uint64_t priority = 0;
-  std::vector<Thread*>* list = nullptr;  // runnable or polling of its rank, or none
-  size_t position = 0;                   // in the list
-  uint32_t last_line = 0;                // that it loaded from
+  std::vector<Thread*>* list = nullptr;  // runnable or polling list of its rank, or nullptr
+  size_t position = 0;                   // index in that list
+  uint32_t last_line = 0;                // last line that it loaded from
 
   uint32_t rank() const { return memory.rank; }
 };
@@ -19,7 +19,7 @@ struct Machine::Thread : GpuThread {
 struct Machine::Cluster {
   std::vector<Block*> blocks;
   std::vector<void*> shared;  // of each block
-  uint32_t barriers = 0;      // passed
+  uint32_t barriers = 0;      // number of barriers passed
   uint32_t ended_blocks = 0;
 };
 
@@ -30,7 +30,7 @@ struct Machine::Block {
   ViewId view;
   std::vector<Thread*> threads;
   std::vector<Warp> warps;
-  std::vector<Line> shared;  // of Line, for the alignment
+  std::vector<Line> shared;  // Line for the alignment
   uint32_t ended = 0;
   uint32_t at_barrier = 0;
   bool triggered = false;
@@ -46,9 +46,9 @@ struct Machine::Grid {
   uint32_t rank;
   uint64_t number;
   Launch launch;
-  std::deque<Block> blocks;        // that have started
-  std::deque<Cluster> clusters;    // the same
-  std::vector<uint32_t> to_start;  // numbers of clusters, the next one last
+  std::deque<Block> blocks;        // started blocks
+  std::deque<Cluster> clusters;    // started clusters
+  std::vector<uint32_t> to_start;  // cluster numbers, the next one last
   uint32_t resident_threads = 0;
   uint32_t ended_blocks = 0;
   uint32_t triggered_blocks = 0;
@@ -60,7 +60,7 @@ struct Machine::Grid {
 
 struct Machine::Rank {
   std::deque<Launch> queue;
-  std::deque<std::unique_ptr<Grid>> resident;  // the one that runs, and those that have come ahead
+  std::deque<std::unique_ptr<Grid>> resident;  // the running grid, then those that started early
   std::vector<Thread*> runnable;
   std::vector<Thread*> polling;
   bool starting = false;

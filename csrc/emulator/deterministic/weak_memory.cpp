@@ -6,8 +6,8 @@ namespace llm_comm::inline LLM_COMM_TARGET::emulator {
 
 namespace {
 
-// How many steps after it was made a store that has arrived may still be missed by a load. PTX has no time; but without
-// a bound no time-out could mean anything.
+// Maximum age in steps of a value that a load may still return after a newer store has arrived. PTX has no such bound,
+// but without one no time-out would be meaningful.
 constexpr uint64_t kMostStale = 8192;
 
 }  // namespace
@@ -28,7 +28,7 @@ void WeakMemory::reset(uint64_t seed, const MemoryTemper& temper) {
     locations_of_view_[view].clear();
     free_views_.push_back(view);
   }
-  snapshots_.assign(1, {});  // 0 means none
+  snapshots_.assign(1, {});  // snapshot 0 means none
   for (auto& ends : grid_ends_) ends.clear();
   arrivals_.clear();
   temper_ = temper;
@@ -58,13 +58,13 @@ WeakMemory::Location& WeakMemory::location(uint64_t offset, uint32_t unit) {
     fresh.history.assign(1, {kStampStep, value, 0, 0, 0, fresh.home, 0, false, Alias::kOwn});
   }
   if (unit == 8 && locations_[at - 1].bytes == 4) {
-    location(offset + 4, 4);  // so that both halves exist
+    location(offset + 4, 4);  // creates the upper half
     widen(locations_[location_at_[offset / 4] - 1]);
   }
   return locations_[location_at_[offset / 4] - 1];
 }
 
-// Makes one location of two whose words have only been read so far.
+// Merges two locations, whose words have only been read until then, into one of 8 bytes.
 void WeakMemory::widen(Location& low) {
   uint32_t& high_at = location_at_[low.offset / 4 + 1];
   const Location& high = locations_[high_at - 1];
@@ -124,8 +124,8 @@ WeakMemory::Bound WeakMemory::view(const Location& location, const ThreadMemory&
   return bound;
 }
 
-// Of all locations, by their numbers. Goes by what the thread and its block have seen, which is little of what many
-// threads have seen of a location.
+// View of a thread of all locations, by their numbers. Iterates over what the thread and its block have seen, which is
+// little compared with what all threads have seen of a location.
 const std::vector<WeakMemory::Bound>& WeakMemory::view_of_all(const ThreadMemory& thread) {
   bounds_.resize(used_locations_);
   for (uint32_t i = 0; i < used_locations_; ++i) bounds_[i] = locations_[i].rank_view[thread.rank];
@@ -200,13 +200,13 @@ void WeakMemory::join_snapshot(ThreadMemory& thread, uint32_t snapshot) {
   thread.joined = snapshot;
   for (const auto& [i, bound] : snapshots_[snapshot]) {
     Location& location = locations_[i];
-    if (location.rank_view[thread.rank].holds(bound)) continue;  // a part of the view, and the quickest to ask
+    if (location.rank_view[thread.rank].holds(bound)) continue;  // cheap test first: part of the thread's view
     if (!view(location, thread).holds(bound)) raise(location, thread.thread, bound);
   }
 }
 
-// What a strong store of the thread carries: its view at its last fence, or its last release of the location. A thread's
-// view only grows, so the later snapshot, which has the higher number, holds the other one.
+// Snapshot that a strong store of the thread carries: its view at its last fence, or at its last release of the
+// location. A thread's view only grows, so the snapshot with the higher number includes the other.
 uint32_t WeakMemory::carried(const Location& location, const ThreadMemory& thread) const {
   uint32_t latest = thread.fenced;
   for (const auto& [released, snapshot] : thread.released) {
@@ -215,12 +215,12 @@ uint32_t WeakMemory::carried(const Location& location, const ThreadMemory& threa
   return latest;
 }
 
-// The views of both: of two threads.
+// Union of the snapshots of two threads.
 uint32_t WeakMemory::merge(uint32_t a, uint32_t b) {
   if (a == 0 || b == 0 || a == b) return a == 0 ? b : a;
   Snapshot merged;
   auto right = snapshots_[b].begin();
-  for (const auto& [i, bound] : snapshots_[a]) {  // both are in the order of locations
+  for (const auto& [i, bound] : snapshots_[a]) {  // both are sorted by location
     while (right != snapshots_[b].end() && right->first < i) merged.push_back(*right++);
     const bool in_both = right != snapshots_[b].end() && right->first == i;
     merged.emplace_back(i, bound);
@@ -265,7 +265,7 @@ void WeakMemory::insert(Location& location, ThreadMemory& thread, uint64_t now, 
   size_t at = history.size();
   if (random_.chance(temper_.overtake)) {
     const Stamp bound = view(location, thread, alias);
-    // That a store by the other address is performed counts from the thread's fence on.
+    // A store through the other alias counts as performed only if it was so at the thread's last alias fence.
     const auto is_before = [&](const Message& other) {
       return is_performed(location, other, other.alias == alias ? now : thread.aliases_fenced);
     };
@@ -287,10 +287,10 @@ void WeakMemory::insert(Location& location, ThreadMemory& thread, uint64_t now, 
 void WeakMemory::store(ThreadMemory& thread, uint64_t now, void* address, const void* from, uint32_t bytes,
                        uint32_t unit, Order order, Alias alias) {
   const uint64_t offset = offset_of(address);
-  // Half of the stores travel as a whole, the others in parts.
+  // Half of the stores arrive as a whole, the others in parts.
   const uint64_t fate = (++stores_) << 3;
   const bool is_torn = mix(fate + salt_) & 1;
-  // Of several releases in a row one view is taken, before the first.
+  // Several releases of one call share one snapshot, taken before the first.
   const uint32_t common = order == Order::kRelease && bytes > unit ? take_snapshot(thread) : 0;
   for (uint32_t done = 0; done < bytes; done += unit) {
     Location& to = location(offset + done, unit);
@@ -306,7 +306,7 @@ void WeakMemory::store(ThreadMemory& thread, uint64_t now, void* address, const 
     insert(to, thread, now, value, fate + (is_torn ? done / 4 : 0), attached, false, alias);
     if (common != 0) thread.released.emplace_back(number(to), common);
     if (order != Order::kRelease || common != 0) continue;
-    const uint32_t snapshot = take_snapshot(thread);  // with the store itself in it
+    const uint32_t snapshot = take_snapshot(thread);  // includes the store itself
     const Stamp own = view(to, thread, alias);
     std::find_if(to.history.begin(), to.history.end(), [&](const Message& m) { return m.stamp == own; })->snapshot =
         snapshot;
@@ -322,7 +322,7 @@ uint64_t WeakMemory::modify(ThreadMemory& thread, uint64_t now, void* address, u
   const uint64_t value = update(newest.value, arguments) & mask;
   raise(at, thread.thread, bound_by(alias, newest.stamp));
   if (newest.snapshot != 0) thread.observed.push_back(newest.snapshot);
-  // Of what a read-modify-write replaces, it carries on the release.
+  // A read-modify-write continues the release of the value that it replaces.
   if (value != newest.value) {
     insert(at, thread, now, value, (++stores_) << 3, merge(carried(at, thread), newest.snapshot), true, alias);
   }

@@ -11,12 +11,13 @@ namespace llm_comm::host {
 
 namespace {
 
-// Values that signals are copied from, of one peer: a half is written again when the copies from it have ended.
+// Signal values are copied from two halves of a buffer for each peer. A half is reused after the copies from it have
+// ended.
 constexpr uint32_t kValuesOfHalf = 512;
 constexpr uint64_t kBytesOfValues = kMaxWorldSize * 2 * kValuesOfHalf * sizeof(uint64_t);
 
-// A stream for each peer, so that what goes to one peer is done in order, and the links to all are used at once. Signals are copies
-// of eight bytes.
+// Transport by the copy engines. One stream per peer keeps the order of what goes to it and uses the links to all peers
+// at once. A signal is a copy of 8 bytes.
 class CopyEngines final : public Transport {
  public:
   CopyEngines(int device, uint64_t* values) : device_(device), values_(values) {}
@@ -31,7 +32,8 @@ class CopyEngines final : public Transport {
     }
   }
 
-  // The thread is the proxy's own: what it calls is no part of a capture of others from now on, and ends none.
+  // Runs on the proxy's own thread. The relaxed capture mode keeps its calls out of captures by other threads, and
+  // keeps them from invalidating those captures.
   void begin(uint32_t world_size) override {
     check(cudaSetDevice(device_), "cudaSetDevice");
     cudaStreamCaptureMode mode = cudaStreamCaptureModeRelaxed;
@@ -55,7 +57,7 @@ class CopyEngines final : public Transport {
     if (lane.next % kValuesOfHalf + count > kValuesOfHalf) lane.next += kValuesOfHalf - lane.next % kValuesOfHalf;
     const uint32_t half = lane.next / kValuesOfHalf % 2;
     if (half != lane.half) {
-      // All that was copied from the other half comes before this in the stream.
+      // Everything copied from the other half is ahead of this event in the stream.
       check(cudaEventRecord(lane.read[lane.half], lane.stream), "cudaEventRecord");
       check(cudaEventSynchronize(lane.read[half]), "a signal to a peer");
       lane.half = half;
@@ -79,9 +81,9 @@ class CopyEngines final : public Transport {
  private:
   struct Lane {
     cudaStream_t stream = nullptr;
-    cudaEvent_t read[2] = {};  // the copies from a half have ended
-    uint32_t next = 0;         // place of the next value
-    uint32_t half = 0;         // that is written to
+    cudaEvent_t read[2] = {};  // recorded after the copies from each half
+    uint32_t next = 0;         // index of the next value
+    uint32_t half = 0;         // the half that is being written
   };
 
   int device_;
@@ -93,7 +95,8 @@ class CopyEngines final : public Transport {
 
 std::unique_ptr<Ports> make_cuda_ports(int device) {
   const DeviceGuard guard(device);
-  // Values behind the FIFO. Without a mapping there are no port channels: start() says so.
+  // The signal values lie after the ring. If the device cannot map the memory there are no port channels; start() then
+  // throws.
   constexpr uint64_t kRingBytes = port_ring_bytes(ProxyPorts::kEntriesLog2);
   auto memory = std::make_unique<RegisteredMemory>(kRingBytes + kBytesOfValues);
   auto* const values = reinterpret_cast<uint64_t*>(memory->on_host() + kRingBytes);

@@ -1,4 +1,5 @@
-// Port channels between GPUs of one machine: a FIFO that the device maps, and copy engines that move what is asked for.
+// Creates the port channels between GPUs of one machine: a request ring that the device maps and a proxy with copy
+// engines.
 #pragma once
 
 #include <memory>

@@ -1,4 +1,4 @@
-// Core on a CUDA device.
+// Core of a CUDA device: the launcher (TargetLauncher of target.h) and device queries.
 #include <cuda_runtime.h>
 
 #include <atomic>
@@ -22,8 +22,8 @@ int device_attribute(cudaDeviceAttr attribute, int device) {
   return value;
 }
 
-// Loads a kernel and returns the architecture that it was compiled for: 90, say. Fails, with the driver's words, where the build has no
-// code for this GPU. The driver waits for the kernels that run on the device.
+// Loads a kernel and returns the architecture it was compiled for, for example 90. Throws with the driver's message if
+// this build has no code for the GPU. Loading waits for the kernels that run on the device.
 int load_kernel(const void* kernel) {
   const BesideCaptures beside;
   cudaFuncAttributes attributes{};
@@ -31,15 +31,15 @@ int load_kernel(const void* kernel) {
   return attributes.ptxVersion;
 }
 
-// Launches through the driver: the runtime looks the kernel up in a table at every launch, which is host time of every
-// eager call.
+// Launches through the driver API. The runtime API looks up the kernel in a table at every launch, which costs host
+// time in every eager call.
 class CudaLauncher {
  public:
   template <class Args>
   using Function = CUfunction;
 
-  // `architecture`: what the kernels were compiled for. Those for less than sm_90 know nothing of dependent launches and
-  // clusters, also where they run, as PTX, on a GPU that does.
+  // `architecture`: what the kernels were compiled for. Kernels compiled for less than sm_90 support neither dependent
+  // launch nor clusters, even where the driver compiles their PTX for a newer GPU.
   CudaLauncher(int device, int architecture, bool dependent_launch)
       : device_(device),
         dependent_launch_(dependent_launch && architecture >= 90),
@@ -102,7 +102,7 @@ class CudaLauncher {
   bool multiplies_fp8() const { return multiplies_fp8_; }
   uint32_t max_shared_bytes() const { return max_shared_bytes_; }
 
-  // All that a block can have, once and for all: what one call wants of the function must not bound another one.
+  // Sets the device's maximum once: a limit chosen for one call must not restrict another one.
   void permit_shared_bytes(CUfunction function) const {
     const DeviceGuard guard(device_);
     check(driver_.func_set_attribute(function, CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES,
@@ -110,13 +110,13 @@ class CudaLauncher {
           "cuFuncSetAttribute");
   }
 
-  // Kernels for less than sm_90 go by the address.
+  // Kernels compiled for less than sm_90 use the address instead.
   void map_matrix(MatrixView& matrix, uint32_t parts, uint32_t box_rows, uint32_t boxes, BoxUse use) const {
     if (has_tensor_maps_) encode_tensor_map(matrix, parts, box_rows, boxes, use);
   }
 
-  // Whether the device has room for a cluster of the grid. The size alone does not tell: clusters of more than 8 blocks
-  // need that many multiprocessors in one GPC, which parts of a GPU, and some whole ones, do not have.
+  // Asks the occupancy API, because the cluster size alone is not enough. Clusters of more than 8 blocks need that many
+  // SMs in one GPC. MIG instances, and some whole GPUs, do not have them.
   bool has_room_for_cluster(CUfunction function, const Grid& grid) const {
     if (grid.cluster_blocks == 1) return true;
     const DeviceGuard guard(device_);
@@ -125,7 +125,7 @@ class CudaLauncher {
     int clusters = 0;
     const CUresult error = driver_.occupancy_max_active_clusters(&clusters, function, &config);
     switch (error) {
-      case CUDA_ERROR_INVALID_CLUSTER_SIZE:  // the device does not take clusters of this size at all
+      case CUDA_ERROR_INVALID_CLUSTER_SIZE:  // the device does not support this cluster size
       case CUDA_ERROR_INVALID_VALUE:
       case CUDA_ERROR_LAUNCH_OUT_OF_RESOURCES:
       case CUDA_ERROR_NOT_SUPPORTED:
@@ -137,7 +137,7 @@ class CudaLauncher {
     }
   }
 
-  // By what the kernel takes of a multiprocessor. Fewer run while kernels of others occupy the device.
+  // Bound from the kernel's use of an SM. Fewer blocks run while other kernels occupy the device.
   uint64_t resident_blocks(CUfunction function, const Grid& grid) const {
     const DeviceGuard guard(device_);
     int count = 0;
@@ -161,7 +161,7 @@ class CudaLauncher {
     const auto cuda_stream = reinterpret_cast<cudaStream_t>(stream);
     const bool is_captured = is_capturing(cuda_stream);
     if (is_captured) {
-      // A stream under capture takes no part in the order of calls: its work runs when the graph is launched.
+      // A captured launch is not ordered against other calls here: it runs when the graph is launched.
       has_been_captured_.store(true, std::memory_order_relaxed);
     } else {
       order_behind_last_call(cuda_stream);
@@ -188,11 +188,11 @@ class CudaLauncher {
     return StreamCopies::Beside(*copies_, device_, reinterpret_cast<cudaStream_t>(stream));
   }
 
-  // Whether graphs hold launches that were made by this. From any thread.
+  // True if graphs hold launches of this object. Thread-safe.
   bool has_been_captured() const { return has_been_captured_.load(std::memory_order_relaxed); }
 
-  // Waits until what has been launched, other than in graphs, has ended. False if that cannot be waited for: the stream is
-  // being captured now, or is gone.
+  // Waits for all launches except those in graphs. Returns false if it cannot wait: the stream is being captured or no
+  // longer exists.
   bool wait_for_last_call() const { return !has_last_stream_ || wait_for(reinterpret_cast<uint64_t>(last_stream_)); }
 
   void wait_for_device() const {
@@ -214,7 +214,7 @@ class CudaLauncher {
   void p2p_test(const DeviceComm& comm) {
     const DeviceGuard guard(device_);
     const BesideCaptures beside;
-    cudaGetLastError();  // of calls before, which somebody has ignored
+    cudaGetLastError();  // clears an error of earlier calls that nobody has checked
     cudaStream_t stream = nullptr;
     check(cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking), "cudaStreamCreate");
     cuda::p2p_test<<<1, kMaxWorldSize, 0, stream>>>(comm);
@@ -227,9 +227,9 @@ class CudaLauncher {
 
  private:
   static constexpr uint32_t kPortableClusterBlocks = 8;
-  static constexpr uint32_t kMostClusterBlocks = 16;  // of any device; the driver says whether this one has room
+  static constexpr uint32_t kMostClusterBlocks = 16;  // of any device; has_room_for_cluster() asks about this one
 
-  // `attributes` has room for one, and goes with what is returned.
+  // `attributes` has room for one and must live as long as the returned configuration.
   static CUlaunchConfig configuration(const Grid& grid, CUlaunchAttribute* attributes) {
     CUlaunchConfig config{};
     config.gridDimX = grid.blocks;
@@ -246,12 +246,12 @@ class CudaLauncher {
     return config;
   }
 
-  // Operations of one communicator use its slots in turn, so they must not run at once: a call on another stream than
-  // the last one waits for it.
+  // Operations of one communicator alternate between its slots and must not overlap. A call on another stream therefore
+  // waits for the last call.
   void order_behind_last_call(cudaStream_t stream) {
     if (has_last_stream_ && stream == last_stream_) return;
     if (has_last_stream_) {
-      // An event recorded there would draw this call into the graph.
+      // Recording an event there would pull this call into the graph.
       if (is_capturing(last_stream_)) {
         throw std::runtime_error(
             "an eager call has to wait for the communicator's last eager call, on another stream, which is being "
@@ -274,7 +274,7 @@ class CudaLauncher {
 
   const Driver& driver_ = Driver::get();
   int device_;
-  CUcontext context_ = nullptr;  // the device's primary context
+  CUcontext context_ = nullptr;  // primary context of the device
   bool dependent_launch_;
   bool has_tensor_maps_;
   bool multiplies_fp8_;
@@ -284,7 +284,7 @@ class CudaLauncher {
   cudaStream_t last_stream_ = nullptr;
   bool has_last_stream_ = false;
   std::atomic<bool> has_been_captured_ = false;
-  std::vector<CUmodule> modules_;  // of programs
+  std::vector<CUmodule> modules_;  // of DSL kernels
   std::unique_ptr<StreamCopies> copies_ = std::make_unique<StreamCopies>();
   cudaEvent_t order_ = nullptr;
 };
@@ -292,7 +292,7 @@ class CudaLauncher {
 bool driver_attribute(CUdevice_attribute attribute, int device) {
   int value = 0;
   const CUresult error = Driver::get().device_get_attribute(&value, attribute, device);
-  if (error == CUDA_ERROR_INVALID_VALUE) return false;  // a driver that is older than the attribute
+  if (error == CUDA_ERROR_INVALID_VALUE) return false;  // the driver is older than the attribute
   check(error, "cuDeviceGetAttribute");
   return value != 0;
 }

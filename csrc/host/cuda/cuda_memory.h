@@ -1,5 +1,5 @@
-// The memory of a rank on a CUDA device: its workspace, the mappings of those of its peers, and what segments of the symmetric
-// heap are made of. The TargetMemory of target.h.
+// CudaMemory: the memory of a rank on a CUDA device (TargetMemory of target.h): workspace, mappings of peers'
+// workspaces, and memory of registered windows.
 #pragma once
 
 #include <cuda_runtime_api.h>
@@ -43,7 +43,7 @@ class HostMemory {
     if (content_ != nullptr) cudaFreeHost(content_);
   }
   HostMailbox* mailbox() const { return &content_->mailbox; }
-  uint64_t* word() const { return &content_->word; }  // where a word of the device is read to
+  uint64_t* word() const { return &content_->word; }  // staging for words read from the device
 
  private:
   struct Content {
@@ -53,7 +53,7 @@ class HostMemory {
   Content* content_ = nullptr;
 };
 
-// Copies to and from device memory while kernels that wait for other ranks occupy the caller's streams.
+// Stream for copies to and from device memory while the caller's streams hold kernels that wait for other ranks.
 class SideStream {
  public:
   SideStream() { check(cudaStreamCreateWithFlags(&stream_, cudaStreamNonBlocking), "cudaStreamCreate"); }
@@ -63,7 +63,7 @@ class SideStream {
     if (stream_ != nullptr) cudaStreamDestroy(stream_);
   }
 
-  // These wait as long as it takes.
+  // Without a time limit.
   void fill(char* to, uint8_t byte, uint64_t bytes) const {
     const BesideCaptures beside;
     check(cudaMemsetAsync(to, byte, bytes, stream_), "cudaMemsetAsync");
@@ -83,14 +83,14 @@ class SideStream {
     check(cudaStreamSynchronize(stream_), what);
   }
 
-  // The host's memory is page-locked. False if the copy fails or takes longer than kLimit.
+  // The host memory must be page-locked. Return false if the copy fails or takes longer than kLimit.
   bool read(void* to, const char* from, uint64_t bytes) const { return copy(to, from, bytes, cudaMemcpyDeviceToHost); }
   bool write(char* to, const void* from, uint64_t bytes) const { return copy(to, from, bytes, cudaMemcpyHostToDevice); }
 
  private:
   bool copy(void* to, const void* from, uint64_t bytes, cudaMemcpyKind kind) const {
     const BesideCaptures beside;
-    return cudaStreamQuery(stream_) == cudaSuccess &&  // a copy that was given up may be under way
+    return cudaStreamQuery(stream_) == cudaSuccess &&  // an abandoned copy may still be running
            cudaMemcpyAsync(to, from, bytes, kind, stream_) == cudaSuccess && ends_soon();
   }
 
@@ -109,7 +109,8 @@ class SideStream {
   cudaStream_t stream_ = nullptr;
 };
 
-// A rank's memory of a segment of the symmetric heap, or its mapping of a peer's. It may go in any thread, and after the core.
+// This rank's memory of a registered window, or its mapping of a peer's. May be freed by any thread, and after the
+// core.
 class SegmentMemory {
  public:
   SegmentMemory(int device, DeviceMemory memory) : device_(device), memory_(std::move(memory)) {}
@@ -121,7 +122,7 @@ class SegmentMemory {
       const BesideCaptures beside;
       memory_ = DeviceMemory();
     } catch (const std::exception&) {
-      // At the end of a process the driver may be gone, and with it the memory.
+      // At process exit the driver, and with it the memory, may be gone.
     }
   }
 
@@ -133,9 +134,9 @@ class SegmentMemory {
   DeviceMemory memory_;
 };
 
-// A tensor's share of a segment. While there is a core, memory goes back by its caller, who waits for what uses it. Of a tensor
-// that has outlived the core nobody knows what uses it, on which stream: its end waits for the device, which nobody may
-// capture then.
+// Memory of a tensor in a registered window. While the core exists, the caller waits for users before it frees the
+// memory. After that nobody knows which streams use it, so the destructor synchronizes the device. No stream of the
+// device may be under capture then.
 class TensorMemory {
  public:
   TensorMemory(int device, std::shared_ptr<char> memory, std::weak_ptr<const void> core)
@@ -147,9 +148,9 @@ class TensorMemory {
     try {
       const DeviceGuard guard(device_);
       const BesideCaptures beside;
-      if (cudaDeviceSynchronize() != cudaSuccess) cudaGetLastError();  // the context is broken, and nothing runs there
+      if (cudaDeviceSynchronize() != cudaSuccess) cudaGetLastError();  // context is broken, so nothing runs
     } catch (const std::exception&) {
-      // At the end of a process.
+      // At process exit.
     }
   }
 
@@ -161,7 +162,7 @@ class TensorMemory {
 
 class CudaMemory {
  public:
-  // `multicast`: the workspace is to be one that a multicast object takes, where there can be one.
+  // `multicast`: allocate a workspace that a multicast object accepts, if the device supports multicast.
   CudaMemory(int device, int world_size, bool multicast)
       : device_(device), world_size_(world_size), wants_multicast_(multicast) {}
   CudaMemory(CudaMemory&&) = default;
@@ -171,12 +172,12 @@ class CudaMemory {
     try {
       leaving_ = std::make_unique<Leaving>(device_);
     } catch (const std::exception&) {
-      // The context is broken: nothing runs there any more.
+      // The context is broken, so nothing runs.
     }
   }
 
-  // For graphs that hold launches and may outlive the communicator: the memory stays mapped until the process ends, and what
-  // begins from now on does nothing.
+  // For graphs that hold launches and may outlive the communicator. The memory stays mapped until the process ends, and
+  // later launches return at once because the abort word is set.
   void leave_to_graphs() {
     auto* const kept = new (std::nothrow) CudaMemory(std::move(*this));
     if (kept == nullptr) return;
@@ -186,7 +187,7 @@ class CudaMemory {
       *kept->host_.word() = 1;
       kept->side_stream_.write(kept->local() + offsetof(CommState, aborted), kept->host_.word(), sizeof(uint32_t));
     } catch (const std::exception&) {
-      // The context is broken: nothing begins there any more.
+      // The context is broken, so nothing will start.
     }
   }
 
@@ -292,13 +293,13 @@ class CudaMemory {
   }
 
  private:
-  // `header`: what the first bytes are to be in place of what the layout says.
+  // `header`: replaces the initial content of the first bytes.
   void fill(const WorkspaceLayout& layout, const std::string* header = nullptr) const {
     for (const Region& region : layout.regions().region) {
       side_stream_.fill(local_.address() + region.offset, region.initial_byte, region.bytes);
     }
     if (header != nullptr) side_stream_.write_all(local_.address(), header->data(), header->size());
-    side_stream_.wait("initialising the workspace");  // before any peer can have the handle: it may write at once
+    side_stream_.wait("initialising the workspace");  // before a peer gets the handle: it may write at once
   }
 
   MulticastMemory& multicast() const {
@@ -306,14 +307,15 @@ class CudaMemory {
     return *multicast_;
   }
 
-  // Where there can be no multicast, the workspace is as it would be without: the set-up of multicast then says why.
+  // Rounds the workspace size to the granularity of multicast objects. If multicast is impossible, returns `bytes` and
+  // keeps the reason for the multicast set-up to report.
   uint64_t rounded_for_multicast(uint64_t bytes, bool use_ipc) {
     multicast_.reset();
     why_no_multicast_ = use_ipc ? "workspaces are shared by cudaIpc, which multicast objects do not take"
                                 : "the core was made without multicast";
     if (!wants_multicast_ || use_ipc) return bytes;
     try {
-      constexpr unsigned kVersion = 12010;  // the first that has multicast
+      constexpr unsigned kVersion = 12010;  // CUDA 12.1, the first version with multicast
       const MulticastDriver driver{[](const char* name) { return driver_function(name, kVersion); },
                                    variable_of_process};
       auto multicast = std::make_unique<MulticastMemory>(driver, device_, world_size_);
@@ -327,14 +329,14 @@ class CudaMemory {
     }
   }
 
-  // What it takes to free memory: its device, and that a stream may be captured meanwhile, by whomever.
+  // Scope for freeing memory: makes the device current and keeps captures of other threads intact.
   struct Leaving {
     explicit Leaving(int device) : guard(device) {}
     DeviceGuard guard;
     BesideCaptures beside;
   };
 
-  std::unique_ptr<Leaving> leaving_;  // first, so that it goes last
+  std::unique_ptr<Leaving> leaving_;  // first member, so that it is destroyed last
   int device_;
   int world_size_;
   bool wants_multicast_;
@@ -344,7 +346,7 @@ class CudaMemory {
   SideStream side_stream_;
   DeviceMemory local_;
   std::map<int, DeviceMemory> peers_;
-  std::unique_ptr<MulticastMemory> multicast_;  // goes before the workspace that it binds
+  std::unique_ptr<MulticastMemory> multicast_;  // destroyed before the workspace that it binds
 };
 
 }  // namespace llm_comm::host

@@ -1,4 +1,4 @@
-// NodeExchange on a CUDA device, through host memory that it maps.
+// NodeExchange on a CUDA device, through host memory that the device maps.
 #include <cuda_runtime.h>
 
 #include "host/cuda/driver.h"
@@ -13,7 +13,7 @@ namespace {
 class CudaExchangeDevice {
  public:
   explicit CudaExchangeDevice(int device) : device_(device) {
-    cudaFuncAttributes attributes{};  // loads the kernel: its first launch could fall into a capture
+    cudaFuncAttributes attributes{};  // loads the kernel now: the first launch may be captured
     check(cudaFuncGetAttributes(&attributes, reinterpret_cast<const void*>(&cuda::node_exchange)),
           "this build of llm_comm has no kernels for the GPU");
   }
@@ -37,7 +37,7 @@ class CudaExchangeDevice {
 
   Patience patience() const { return kPatienceOfGpus; }
 
-  // Calls on several streams are put in the order in which they are made: they use the same memory.
+  // Calls on different streams use the same memory, so each waits for the previous one.
   bool launch(const NodeExchangeArgs& args, uint32_t blocks, uint64_t handle) {
     const DeviceGuard guard(device_);
     const auto stream = reinterpret_cast<cudaStream_t>(handle);
@@ -63,7 +63,7 @@ class CudaExchangeDevice {
 
  private:
   int device_;
-  cudaEvent_t order_ = nullptr;  // the last launch outside of graphs
+  cudaEvent_t order_ = nullptr;  // recorded after the last launch outside graphs
 };
 
 }  // namespace

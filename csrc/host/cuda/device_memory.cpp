@@ -165,7 +165,7 @@ void DeviceMemory::map_vmm(uint64_t bytes) {
   check(driver.mem_set_access(address, bytes, &access, 1), "cuMemSetAccess");
 }
 
-// Errors are ignored: at the end of a process the driver may be gone, and with it the memory.
+// Errors are ignored: at process exit the driver, and with it the memory, may be gone.
 DeviceMemory::~DeviceMemory() {
   switch (kind_) {
     case Kind::kNone:

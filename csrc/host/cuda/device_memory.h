@@ -1,4 +1,5 @@
-// Device memory that other processes can map: VMM with POSIX file descriptors, or cudaMalloc with cudaIpc handles.
+// DeviceMemory: device memory that other processes can map, by VMM with POSIX file descriptors or by cudaMalloc with
+// cudaIpc handles. Used for workspaces and registered windows.
 #pragma once
 
 #include "host/core.h"
@@ -6,7 +7,7 @@
 
 namespace llm_comm::host {
 
-// Memory of this process's device, or a mapping of a peer's. Released when it goes.
+// Memory of this process's device, or a mapping of a peer's. Freed or unmapped by the destructor.
 class DeviceMemory {
  public:
   DeviceMemory() = default;
@@ -17,23 +18,23 @@ class DeviceMemory {
   }
   ~DeviceMemory();
 
-  // Allocates at least `bytes` on `device`.
+  // Allocate at least `bytes` on `device`.
   static DeviceMemory allocate(int device, uint64_t bytes);      // VMM
   static DeviceMemory allocate_ipc(int device, uint64_t bytes);  // cudaMalloc
-  // Maps what export_handle() of a peer's allocation of `bytes` gave, for access by `device`.
+  // Maps a peer's allocation of `bytes`, given the result of its export_handle(), for access by `device`.
   static DeviceMemory map(int device, uint64_t bytes, const WorkspaceHandle& handle);
 
   // The caller owns the descriptor in the result.
   WorkspaceHandle export_handle() const;
   char* address() const { return address_; }
-  uint64_t bytes() const { return bytes_; }  // at least those that were asked for
-  // Of memory by VMM; throw std::runtime_error for other memory, before anything changes. The physical memory goes and the addresses
-  // stay: graphs and prepared calls hold them.
+  uint64_t bytes() const { return bytes_; }  // at least the requested size
+  // For VMM memory only; throw std::runtime_error for other memory before they change anything. They replace the
+  // physical memory and keep the addresses, which graphs and prepared calls hold.
   void vacate();
-  void vacate_but_first_granule();                       // which is other memory then, for this process alone
-  void refill();                                         // new memory of this device, as of allocate()
-  void refill_from_peer(const WorkspaceHandle& handle);  // as of map()
-  // Of memory by VMM; throws std::runtime_error for other memory.
+  void vacate_but_first_granule();                       // maps new private memory for the first granule
+  void refill();                                         // new memory of this device, as allocate()
+  void refill_from_peer(const WorkspaceHandle& handle);  // as map()
+  // For VMM memory only; throws std::runtime_error for other memory.
   CUmemGenericAllocationHandle vmm_handle() const;
 
  private:

@@ -63,7 +63,7 @@ const Driver& Driver::get() {
 
 void check(cudaError_t error, const char* what) {
   if (error == cudaSuccess) return;
-  cudaGetLastError();  // an error that is reported here must not come up again in the caller's next CUDA call
+  cudaGetLastError();  // clears the error, so that the caller's next CUDA call does not report it again
   std::string text = std::string(what) + ": " + cudaGetErrorString(error);
   if (error == cudaErrorInsufficientDriver) {
     text += "; this llm_comm was built by CUDA " + std::to_string(CUDART_VERSION / 1000) +

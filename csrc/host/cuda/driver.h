@@ -1,4 +1,5 @@
-// The driver functions that the runtime has no form of, asked for at run time: the library loads without a driver.
+// CUDA driver functions without a runtime counterpart, and helpers for the device and for captures. The functions are
+// looked up at run time, so the library loads without a driver. Used by all of host/cuda.
 #pragma once
 
 #include <cuda.h>
@@ -30,21 +31,21 @@ struct Driver {
   decltype(&cuFuncSetAttribute) func_set_attribute;
   decltype(&cuTensorMapEncodeTiled) tensor_map_encode_tiled;
 
-  // Throws std::runtime_error where there is no driver or it lacks one of the functions.
+  // Throws std::runtime_error if there is no driver or it lacks a function.
   static const Driver& get();
 };
 
-// A function of the driver, as it was in a version of CUDA: 12010 is 12.1. Throws std::runtime_error where there is none.
+// Looks up a driver function of a CUDA version (12010 is 12.1). Throws std::runtime_error if the driver lacks it.
 void* driver_function(const char* name, unsigned version);
 
-// Throw std::runtime_error that names `what` and the error.
+// Throw std::runtime_error with `what` and the error text.
 void check(cudaError_t error, const char* what);
 void check(CUresult error, const char* what);
 
-// Makes a device current for a scope, and its context, which the driver's functions need: a thread that has not used CUDA
-// has device 0 but no context. Calls that find both already cost two reads. The device before becomes current again
-// unless this process has no context on it: to return to device 0, which nobody has asked for, would take some hundred
-// MiB there for every rank.
+// Makes a device and its context current for a scope; driver functions need the context. A thread that has not used
+// CUDA has device 0 but no context. If both are current already, the cost is two reads. The destructor returns to the
+// previous device only if this process has a context on it: creating one on device 0 would take some hundred MiB there
+// for every rank.
 class DeviceGuard {
  public:
   explicit DeviceGuard(int device);
@@ -56,8 +57,8 @@ class DeviceGuard {
   int previous_ = -1;
 };
 
-// For its scope, what this thread calls is no part of a capture, and ends none, whoever captures which stream. It is not
-// enough for cudaDeviceSynchronize(), which invalidates every capture of the device.
+// For its scope, calls of this thread neither join nor invalidate a stream capture, whichever thread captures. Not
+// sufficient for cudaDeviceSynchronize(), which invalidates every capture of the device.
 class BesideCaptures {
  public:
   BesideCaptures() { cudaThreadExchangeStreamCaptureMode(&mode_); }

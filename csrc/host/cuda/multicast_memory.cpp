@@ -1,27 +1,27 @@
-// The multicast object of a communicator, by the driver (CUDA 12.1 and newer). What CUDA's documentation asks ("Multicast
-// Object Management" and "Virtual Memory Management" of the driver API), and where it is done:
+// The multicast object of a communicator, by driver functions of CUDA 12.1. The requirements of CUDA's documentation
+// ("Multicast Object Management" and "Virtual Memory Management" of the driver API), and the function that meets each:
 //
-//   D1  Ask CU_DEVICE_ATTRIBUTE_MULTICAST_SUPPORTED of the device: the constructor, before anything of multicast is looked up.
-//   D2  CUmulticastObjectProp: numDevices is the size of the team; handleTypes has every kind of handle that is exported;
-//       size is a multiple of cuMulticastGetGranularity(MINIMUM), and should be one of (RECOMMENDED): properties() and
-//       require_multiple(). The workspaces are rounded to MINIMUM: RECOMMENDED is 512 MiB on some devices.
-//   D3  One process creates the object, exports it by cuMemExportToShareableHandle, and the others import it by
-//       cuMemImportFromShareableHandle: create(), join(). A descriptor may be closed when it has been imported.
-//   D4  Every device of the team is added by cuMulticastAddDevice, permanently, before any memory is bound or the object
-//       is mapped: cuMulticastBindMem and cuMemMap block until all have been. So the ranks vote between add_device() and
-//       bind(), and a rank that fails before it leaves nobody in such a call.
-//   D5  cuMulticastBindMem: size and both offsets are multiples of the granularity, within the object and the allocation, which
-//       was made on a device of the team. An exported or imported object takes only memory that can be exported itself
-//       (DeviceMemory::allocate asks for such). Flags are 0: bind().
-//   D6  cuMemMap of the object: address, size and offset are aligned to the granularity, so the range is reserved with that
-//       alignment. cuMemSetAccess then, for this rank's device, since mappings begin without access: bind().
+//   D1  Query CU_DEVICE_ATTRIBUTE_MULTICAST_SUPPORTED: the constructor, before it looks up any multicast function.
+//   D2  CUmulticastObjectProp: numDevices is the number of ranks. handleTypes lists every exported kind of handle.
+//       size is a multiple of cuMulticastGetGranularity(MINIMUM) and should be one of (RECOMMENDED): properties() and
+//       require_multiple(). Workspaces are rounded to MINIMUM, because RECOMMENDED is 512 MiB on some devices.
+//   D3  One process creates the object and exports it by cuMemExportToShareableHandle. The others import it by
+//       cuMemImportFromShareableHandle: create(), join(). A descriptor may be closed after the import.
+//   D4  cuMulticastAddDevice adds every device, permanently, before memory is bound or the object is mapped.
+//       cuMulticastBindMem and cuMemMap block until all devices are added. The ranks therefore vote between
+//       add_device() and bind(): a rank that fails before the vote leaves no other rank blocked.
+//   D5  cuMulticastBindMem: size and both offsets are multiples of the granularity, within object and allocation. The
+//       allocation was made on one of the devices. An exported or imported object accepts only exportable memory
+//       (DeviceMemory::allocate requests it). Flags are 0: bind().
+//   D6  cuMemMap of the object: address, size and offset are aligned to the granularity, so the range is reserved with
+//       that alignment. Mappings begin without access; cuMemSetAccess grants it to this rank's device: bind().
 //   D7  No multicast access before every rank has bound its memory: the ranks vote after bind().
-//   D8  At the end cuMemUnmap with the size of cuMemMap; cuMemAddressFree with the range that was reserved;
-//       cuMulticastUnbind with the offset and the size of the bind, anything else is undefined; cuMemRelease, once for each
-//       create or import. The bound allocation is released after that, by its owner. The order of unmap and unbind is not
-//       documented: the mapping goes first, so that no address leads to memory that is bound no more: drop().
-//   D9  Peers may still reduce from this rank's memory when its own kernels have ended: CoreImpl waits for them, as far as
-//       the time limit goes, before the object is dropped.
+//   D8  Order of the end: cuMemUnmap with the size of cuMemMap; cuMemAddressFree with the reserved range;
+//       cuMulticastUnbind with the offset and size of the bind (anything else is undefined); cuMemRelease once for each
+//       create or import: drop(). The owner frees the bound allocation after that. The order of unmap and unbind is not
+//       documented. The mapping goes first, so that no address refers to unbound memory.
+//   D9  Peers may still reduce from this rank's memory after its own kernels have ended. CoreImpl waits for the peers,
+//       within the time-out, before it drops the object.
 #include "host/cuda/multicast_memory.h"
 
 #include <stdexcept>

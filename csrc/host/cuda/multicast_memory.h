@@ -1,5 +1,6 @@
-// A rank's part in the multicast object of a communicator: one address by which the workspaces of all ranks are reached
-// together. The only file that knows the driver's functions of multicast is multicast_memory.cpp.
+// MulticastMemory: a rank's part of the multicast object of a communicator. The object is one address range that
+// reaches the workspaces of all ranks. Used by CudaMemory. Only multicast_memory.cpp calls the driver's multicast
+// functions.
 #pragma once
 
 #include <cuda.h>
@@ -10,34 +11,34 @@
 
 namespace llm_comm::host {
 
-// What multicast_memory.cpp calls, by the names of the driver, and how it finds them. A test puts others in their place.
+// Look-up of driver functions and environment variables for multicast_memory.cpp. Tests substitute their own.
 struct MulticastDriver {
-  std::function<void*(const char* name)> load;                // throws std::runtime_error where there is none
-  std::function<const char*(const char* name)> get_variable;  // of the environment, or nullptr
+  std::function<void*(const char* name)> load;                // throws std::runtime_error if the driver lacks it
+  std::function<const char*(const char* name)> get_variable;  // of an environment variable; nullptr if unset
 };
 
-// Each step throws std::runtime_error where it fails. The caller takes a step only after all ranks have done the one before,
-// and drops the object on all ranks where one has failed.
+// Every step throws std::runtime_error on failure. The caller takes a step only after all ranks have finished the
+// previous one, and drops the object on all ranks if one failed.
 class MulticastMemory {
  public:
   struct Functions;
 
-  // Looks up the functions of multicast, unless the environment forbids it: then nothing is looked up, and it throws. It also
-  // throws where the device has no multicast.
+  // Looks up the multicast functions. Throws if the device has no multicast, or if the environment forbids it; in that
+  // case no function is looked up.
   MulticastMemory(const MulticastDriver& driver, int device, int world_size);
   MulticastMemory(const MulticastMemory&) = delete;
   MulticastMemory& operator=(const MulticastMemory&) = delete;
   ~MulticastMemory();
 
-  // Of what the size of each workspace has to be a multiple, for workspaces of at least `bytes`.
+  // Granularity of the workspace size, for workspaces of at least `bytes`.
   uint64_t granularity(uint64_t bytes) const;
 
-  WorkspaceHandle create(uint64_t bytes);                    // of one rank; `bytes` of each workspace
-  void join(uint64_t bytes, const WorkspaceHandle& handle);  // of the others; takes the descriptor only for the call
+  WorkspaceHandle create(uint64_t bytes);                    // on one rank; `bytes`: size of each workspace
+  void join(uint64_t bytes, const WorkspaceHandle& handle);  // on the other ranks; does not keep the descriptor
   void add_device();
-  // Binds the whole workspace and returns where the object is mapped.
+  // Binds the whole workspace and returns the address of the mapped object.
   char* bind(CUmemGenericAllocationHandle workspace, uint64_t bytes);
-  // Undoes what has been done, the last first. Errors are passed over: what can be undone is.
+  // Undoes the completed steps in reverse order. Ignores errors, so that as much as possible is undone.
   void drop() noexcept;
 
  private:
@@ -53,7 +54,7 @@ class MulticastMemory {
   bool has_object_ = false;
   bool is_bound_ = false;
   bool is_mapped_ = false;
-  CUdeviceptr address_ = 0;  // reserved, or 0
+  CUdeviceptr address_ = 0;  // reserved range, or 0
   uint64_t bytes_ = 0;
 };
 

@@ -1,14 +1,16 @@
-// How proxies of GPUs wait for requests, to copy engines and to networks alike.
+// Polling policy of the proxies of GPUs, for copy engines and networks.
 #pragma once
 
 #include "host/proxy.h"
 
 namespace llm_comm::host {
 
-// Blocks of a grid ask within a microsecond of each other, and every copy that they do not share costs several.
+// Gather for 0.5 us: the blocks of a grid make their requests within a microsecond, and every copy that they do not
+// share costs several.
 //
-// A request is to be seen within a few microseconds where operations follow each other, some milliseconds apart at most; then a
-// core is given up. Naps of 50 us are two or three percent of one, and what the first operation after a pause waits.
+// Spin for 2 ms, yield until 50 ms: a request must be seen within a few microseconds while operations follow each
+// other. Then sleep 50 us at a time: the thread uses two or three percent of a core, and the first operation after a
+// pause waits one nap.
 inline constexpr Patience kPatienceOfGpus{std::chrono::nanoseconds(500), std::chrono::microseconds(2'000),
                                           std::chrono::microseconds(50'000), std::chrono::microseconds(50)};
 

@@ -10,11 +10,11 @@ RegisteredMemory::RegisteredMemory(uint64_t bytes) : memory_(bytes) {
       cudaHostGetDevicePointer(&device, on_host(), 0) == cudaSuccess) {
     device_ = static_cast<char*>(device);
   } else {
-    cudaGetLastError();  // whoever needs it says so
+    cudaGetLastError();  // clears the error; users of on_device() report it
   }
 }
 
-// In a fork nothing is registered, and CUDA is of no use.
+// In a forked child nothing is registered, and CUDA cannot be used.
 RegisteredMemory::~RegisteredMemory() {
   if (device_ == nullptr || !maker_.is_this()) return;
   const BesideCaptures beside;

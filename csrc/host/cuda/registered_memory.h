@@ -1,4 +1,4 @@
-// Host memory that a device maps.
+// RegisteredMemory: host memory that a device maps, for request rings and the staging memory of NodeExchange.
 #pragma once
 
 #include "host/anonymous_memory.h"
@@ -6,11 +6,11 @@
 
 namespace llm_comm::host {
 
-// Registered, not allocated by CUDA: at the end of the process CUDA frees what it has allocated, while a proxy may still look for
-// requests.
+// Registered instead of allocated by CUDA: CUDA frees its own allocations at process exit, while a proxy may still
+// poll.
 class RegisteredMemory final : public RingMemory {
  public:
-  // Of the current device; zeros. on_device() is nullptr where that cannot map it.
+  // Zeroed, and registered with the current device. on_device() is nullptr if the device cannot map it.
   explicit RegisteredMemory(uint64_t bytes);
   RegisteredMemory(const RegisteredMemory&) = delete;
   RegisteredMemory& operator=(const RegisteredMemory&) = delete;

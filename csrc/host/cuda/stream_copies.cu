@@ -10,18 +10,18 @@ namespace llm_comm::host {
 
 namespace {
 
-// A fourth of a large GPU's multiprocessors: enough for the rank's own part to be there before its copies to the peers
-// (docs/experiments/channels.md). Other numbers have not been tried.
+// A quarter of the SMs of a large GPU: enough for the rank's own shard to be complete before its copies to the peers
+// (docs/experiments/channels.md). Not measured: other numbers.
 constexpr uint32_t kStoreBlocks = 32;
 constexpr uint32_t kStoreThreads = 512;
-constexpr uint32_t kStoresUnderWay = 4;  // of a thread
+constexpr uint32_t kStoresUnderWay = 4;  // loads in flight per thread
 
 struct StoredCopies {
   Copy copy[kMaxWorldSize];
   uint32_t count;
 };
 
-// One copy after the other, each by the whole grid. Addresses are those of whole uint4s.
+// Executes the copies one after the other, each with the whole grid. Addresses are aligned to uint4.
 __global__ void __launch_bounds__(kStoreThreads) store_copies(const __grid_constant__ StoredCopies stored) {
   const uint64_t threads = uint64_t{gridDim.x} * blockDim.x;
   const uint64_t thread = uint64_t{blockIdx.x} * blockDim.x + threadIdx.x;
@@ -71,7 +71,7 @@ cudaEvent_t make_event() {
   return event;
 }
 
-// What comes next in `later` waits for what is in `earlier` now.
+// Makes later work of `later` wait for the current work of `earlier`.
 void order(cudaStream_t earlier, cudaEvent_t event, cudaStream_t later) {
   check(cudaEventRecord(event, earlier), "cudaEventRecord");
   check(cudaStreamWaitEvent(later, event, 0), "cudaStreamWaitEvent");
@@ -81,7 +81,7 @@ bool is_aligned(const Copy& copy) {
   return (reinterpret_cast<uint64_t>(copy.to) | reinterpret_cast<uint64_t>(copy.from)) % sizeof(uint4) == 0;
 }
 
-// Those that cannot be stored line by line are left to the copy engines.
+// Copies that are not 16-byte aligned use the copy engines.
 void enqueue_stored(const std::vector<Copy>& copies, cudaStream_t stream) {
   StoredCopies stored{};
   for (const Copy& copy : copies) {
@@ -101,13 +101,13 @@ void enqueue_stored(const std::vector<Copy>& copies, cudaStream_t stream) {
 
 }  // namespace
 
-// Loads its kernel: the driver may wait for kernels that run when one is loaded, and those wait for peers.
+// Loads the kernel now: loading may wait for running kernels, and those may be waiting for peers.
 StreamCopies::StreamCopies() {
   cudaFuncAttributes attributes{};
   check(cudaFuncGetAttributes(&attributes, store_copies), "cudaFuncGetAttributes");
 }
 
-// A stream that takes part in a capture is left alone: to destroy it would end the capture.
+// Leaks a stream that takes part in a capture: destroying it would invalidate the capture.
 StreamCopies::~StreamCopies() {
   const BesideCaptures beside;
   for (const Lane& lane : lanes_) {
@@ -155,7 +155,8 @@ void StreamCopies::Beside::hold(uint32_t number) {
 
 void StreamCopies::Beside::join() { order(lane_.stream, lane_.end, stream_); }
 
-// A stream that was drawn into a capture belongs to it until the capture ends: calls of others need another one.
+// Returns a side stream. A stream that has joined a capture belongs to it until the capture ends, so other calls need
+// another one.
 StreamCopies::Lane& StreamCopies::lane_beside(cudaStream_t stream) {
   const Capture own = capture_of(stream);
   for (Lane& lane : lanes_) {

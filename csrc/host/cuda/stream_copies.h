@@ -1,4 +1,5 @@
-// The copies of a call between its grids, in the caller's stream or beside it (algorithms/stream_copies.cuh).
+// StreamCopies: copies of a call between its kernels, on the caller's stream or on a side stream
+// (algorithms/stream_copies.cuh). Used by the CUDA launcher.
 #pragma once
 
 #include <cuda_runtime_api.h>
@@ -11,7 +12,7 @@
 namespace llm_comm::host {
 
 class StreamCopies {
-  // A stream beside that of the caller, which begins behind it and ends before it goes on.
+  // Side stream with the events that order it against the caller's stream.
   struct Lane {
     cudaStream_t stream = nullptr;
     cudaEvent_t begin = nullptr;
@@ -20,17 +21,17 @@ class StreamCopies {
   };
 
  public:
-  // With the device current. Throws std::runtime_error.
+  // Call with the device current. Throws std::runtime_error.
   StreamCopies();
   StreamCopies(const StreamCopies&) = delete;
   StreamCopies& operator=(const StreamCopies&) = delete;
   ~StreamCopies();
 
-  // What comes next in the stream waits for all of them. Copies that are stored run beside those of the copy engines. With the device
-  // current. Throws std::runtime_error.
+  // Enqueues copies; later work of the stream waits for all of them. Copies marked is_stored run beside those of the
+  // copy engines. Call with the device current. Throws std::runtime_error.
   void enqueue(const std::vector<Copy>& copies, cudaStream_t stream);
 
-  // Copies in a stream beside the caller's, CopiesBeside of target.h. Its functions throw std::runtime_error.
+  // Copies on a side stream (CopiesBeside of target.h). The functions throw std::runtime_error.
   class Beside {
    public:
     Beside(StreamCopies& copies, int device, cudaStream_t stream);

@@ -6,15 +6,15 @@
 
 namespace llm_comm::host {
 
-// Elements of a row of a box, rows of a part, parts where there are several, and boxes, which are the outermost: one fetch takes several boxes,
-// each of which lies row by row. Rows beyond those of a part are none of the next one: they come as zeros.
+// Dimensions, innermost first: elements of a tile row, rows of a part, parts (if there are several), tiles. One fetch
+// copies several tiles, each row by row. Rows beyond a part are filled with zeros and never read from the next part.
 void encode_tensor_map(MatrixView& matrix, uint32_t parts, uint32_t box_rows, uint32_t boxes, BoxUse use) {
-  // Elements are moved, so bf16 stands for all types: for fp16, and for two of FP8.
+  // TMA only moves elements, so bf16 stands for every type: for fp16, and for two FP8 elements.
   constexpr uint32_t kBoxElements = kBoxRowBytes / 2;
   const uint32_t outermost = parts == 1 ? 2 : 3;
   const uint64_t row_bytes = matrix.row_bytes;
   cuuint64_t sizes[] = {kBoxElements, matrix.rows, parts, 0};
-  cuuint64_t strides[] = {row_bytes, matrix.rows * row_bytes, 0};  // of all dimensions but the first
+  cuuint64_t strides[] = {row_bytes, matrix.rows * row_bytes, 0};  // of all dimensions but the innermost
   cuuint32_t box[] = {kBoxElements, box_rows / parts, parts, 0};
   sizes[outermost] = matrix.row_bytes / kBoxRowBytes;
   strides[outermost - 1] = kBoxRowBytes;

@@ -10,7 +10,7 @@ namespace {
 
 constexpr const char* kLibrary = "libucp.so.0";
 constexpr unsigned kMajor = 1;
-constexpr unsigned kFirstMinor = 14;  // older ones have not been looked at
+constexpr unsigned kFirstMinor = 14;  // older versions have not been checked
 
 std::string last_error() {
   const char* const error = dlerror();
@@ -25,7 +25,7 @@ void find(void* library, const char* name, Function*& function) {
   }
 }
 
-// Never unloaded: it has threads, and handlers for the end of the process.
+// Loads the library and never unloads it, because it has threads and exit handlers.
 Functions load() {
   void* const library = dlopen(kLibrary, RTLD_NOW | RTLD_LOCAL);
   if (library == nullptr) {

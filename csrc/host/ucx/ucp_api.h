@@ -1,8 +1,9 @@
-// The part of UCX's C API (libucp) that the transport uses, and the library by name at run time: neither its headers nor the library
-// itself are needed to build.
+// The part of UCX's C API (libucp) that UcxTransport uses. The library is loaded by name at run time, so neither UCX
+// nor its headers are needed to build.
 //
-// The layouts are those of UCP 1.14 to 1.22. UCX only adds fields at the ends of structs, and reads those alone that a mask names, so
-// later versions take them too. tests/port_channel/ucp_layout.cpp compares them with the headers where those are found.
+// The struct layouts are those of UCP 1.14 to 1.22. UCX only appends fields to structs and reads only those named by a
+// mask, so later versions accept them too. tests/port_channel/ucp_layout.cpp compares them with the headers where they
+// are found.
 #pragma once
 
 #include <sys/socket.h>
@@ -23,12 +24,12 @@ using RemoteKey = struct RemoteKeyOfUcx*;
 using Options = struct OptionsOfUcx;
 using WorkerAddress = struct WorkerAddressOfUcx;
 
-// 0: done. 1: in progress. Below 0: an error.
+// 0: done. 1: in progress. Negative: an error.
 using Status = int8_t;
 inline constexpr Status kOk = 0;
 inline constexpr Status kInProgress = 1;
 
-// Of a call that may end later: nullptr, an error, or a request, whose callback comes.
+// Result of an asynchronous call: nullptr (done), an error, or a request whose callback will be called.
 using StatusPointer = void*;
 inline constexpr intptr_t kLastError = -100;
 inline bool is_error(StatusPointer pointer) {
@@ -140,7 +141,7 @@ struct RequestParam {
 
 // ---- Functions --------------------------------------------------------------------------------------------------
 
-// X(name, what it returns, what it takes)
+// X(name, return type, parameters)
 #define LLM_COMM_UCP_FUNCTIONS(X)                                                                        \
   X(get_version, void, (unsigned* major, unsigned* minor, unsigned* release))                            \
   X(config_read, Status, (const char* prefix, const char* file, Options**))                              \
@@ -175,10 +176,10 @@ struct Functions {
   const char* (*status_string)(Status);
 };
 
-// The functions of the process's libucp. Throws std::runtime_error where there is none, or one that is too old.
+// Functions of the process's libucp. Throws std::runtime_error if the library is missing or too old.
 const Functions& functions();
 
-// Its version, as "1.22.0". Throws as functions() does.
+// Version of the library, for example "1.22.0". Throws as functions() does.
 std::string version();
 
 }  // namespace llm_comm::host::ucp

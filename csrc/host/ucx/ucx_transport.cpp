@@ -16,16 +16,16 @@ namespace {
 
 using std::chrono::steady_clock;
 
-// How long the end waits for what has been put to arrive, for peers to end too, and for UCX to take things down.
+// Limits of the shutdown: for puts to arrive, for peers to end, and for UCX to close connections.
 constexpr auto kLongestFlush = std::chrono::seconds(10);
 constexpr auto kLongestFarewell = std::chrono::seconds(1);
 constexpr auto kLongestClose = std::chrono::seconds(1);
-// Of progress, before whoever calls looks for requests again.
+// Progress rounds before the proxy looks for requests again.
 constexpr int kMostRounds = 64;
 
 constexpr uint32_t kAddressMark = 0x31584355;  // "UCX1"
 
-// What address() returns: words, then texts with their lengths before them.
+// Head of address(). The worker address and two keys follow, each after its length.
 struct Head {
   uint32_t mark;
   uint32_t zero;
@@ -54,11 +54,11 @@ uint64_t as_number(const void* address) { return reinterpret_cast<uint64_t>(addr
 
 }  // namespace
 
-// A put that UCX has begun and not ended.
+// A put that UCX has not completed.
 struct UcxTransport::Sent {
   Lane* lane;
   const ucp::Functions* ucp;
-  uint64_t word;  // where what is sent is a word, which its caller need not keep
+  uint64_t word;  // the data, if it is a single word that the caller need not keep
 
   static void end(void* request, ucp::Status status, void* user_data) {
     const std::unique_ptr<Sent> sent(static_cast<Sent*>(user_data));
@@ -83,7 +83,7 @@ UcxTransport::~UcxTransport() { tear_down(); }
 void UcxTransport::set_up() {
   ucp::Options* options = nullptr;
   check(ucp_.config_read(nullptr, nullptr, &options), "ucp_config_read");
-  // All memory here is the host's: nothing of CUDA is to be touched.
+  // All memory is host memory, so CUDA transports are excluded.
   if (std::getenv("UCX_TLS") == nullptr) ucp_.config_modify(options, "TLS", "^cuda");
   ucp::Params params{};
   params.field_mask = ucp::kParamsHaveFeatures;
@@ -99,7 +99,7 @@ void UcxTransport::set_up() {
   registered_farewells_ = register_memory(farewells_.get(), kMaxWorldSize * sizeof(uint64_t));
 }
 
-// What it does not come to an end with in time stays, with the memory of the process.
+// Closes everything within kLongestClose. Leaks what does not end in time.
 void UcxTransport::tear_down() {
   const auto deadline = steady_clock::now() + kLongestClose;
   bool has_ended = true;
@@ -127,7 +127,8 @@ void UcxTransport::tear_down() {
     if (*registered != nullptr) ucp_.mem_unmap(context_, std::exchange(*registered, nullptr));
   }
   if (!has_ended) {
-    for (auto& lane : lanes_) static_cast<void>(lane.release());  // callbacks may come as the worker ends
+    for (auto& lane : lanes_)
+      static_cast<void>(lane.release());  // callbacks may still run while the worker is destroyed
   }
   if (worker_ != nullptr) ucp_.worker_destroy(std::exchange(worker_, nullptr));
   if (context_ != nullptr) ucp_.cleanup(std::exchange(context_, nullptr));
@@ -217,7 +218,7 @@ void UcxTransport::connect(Lane& lane, uint32_t rank, const std::string& address
   check(ucp_.ep_rkey_unpack(lane.endpoint, of_farewells.data(), &lane.key_of_farewells), what.c_str());
 }
 
-// ---- What the proxy asks for -------------------------------------------------------------------------------------
+// ---- Calls of the proxy ------------------------------------------------------------------------------------------
 
 void UcxTransport::put(uint32_t peer, char* to, const char* from, uint64_t bytes) {
   Lane& lane = open_lane(peer);
@@ -260,13 +261,13 @@ void UcxTransport::begin(uint32_t) {
   if (worker_ == nullptr) throw std::runtime_error("UCX: the connections have been ended");
 }
 
-// The connections end here rather than with the object, so that peers notice which still wait.
+// Closes the connections here and not in the destructor, so that peers that still wait notice.
 void UcxTransport::finish() {
   if (!has_thrown_ && !(has_failed_ && has_failed_())) say_farewell();
   tear_down();
 }
 
-// A flush needs the peer, which might have ended by then: so nobody ends before its peers have said that they need it no longer.
+// A flush needs the peer to be alive. No rank therefore ends before its peers have sent their end words.
 void UcxTransport::say_farewell() {
   std::vector<void*> flushes;
   for (uint32_t peer = 0; peer < lanes_.size(); ++peer) {
@@ -292,7 +293,7 @@ void UcxTransport::say_farewell() {
   wait_until(is_done, steady_clock::now() + kLongestFarewell);
 }
 
-// ---- Parts ---------------------------------------------------------------------------------------------------------
+// ---- Helpers -------------------------------------------------------------------------------------------------------
 
 UcxTransport::Lane& UcxTransport::open_lane(uint32_t peer) {
   Lane& lane = *lanes_.at(peer);
@@ -301,7 +302,7 @@ UcxTransport::Lane& UcxTransport::open_lane(uint32_t peer) {
   return lane;
 }
 
-// Of all lanes: UCX has none for one endpoint.
+// Fences all peers: UCX has no fence for a single endpoint.
 void UcxTransport::fence() {
   check(ucp_.worker_fence(worker_), "ucp_worker_fence");
   for (const auto& lane : lanes_) lane->unfenced.clear();
@@ -321,10 +322,10 @@ void UcxTransport::send(Lane& lane, const void* from, uint64_t bytes, uint64_t t
   if (result == nullptr) return;
   if (ucp::is_error(result)) {
     if (lane.error == ucp::kOk) lane.error = ucp::status_of(result);
-    return;  // told by progress()
+    return;  // reported by progress()
   }
   ++lane.pending;
-  static_cast<void>(sent.release());  // its callback comes
+  static_cast<void>(sent.release());  // freed in its callback
 }
 
 void UcxTransport::send_word(Lane& lane, uint64_t value, uint64_t to, ucp::RemoteKey key) {
@@ -347,7 +348,7 @@ bool UcxTransport::is_live(uint32_t peer) const {
   return lanes_[peer]->endpoint != nullptr && lanes_[peer]->error == ucp::kOk;
 }
 
-// In their order: a word may be of several.
+// Completes local completions in order, because several may write the same word.
 void UcxTransport::complete_echoes(Lane& lane) {
   while (!lane.echoes.empty()) {
     const Echo& echo = lane.echoes.front();

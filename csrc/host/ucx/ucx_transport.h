@@ -1,13 +1,14 @@
-// Carries out what port channels ask for over a network, by one-sided puts of UCX: RDMA where UCX finds a network card that has it,
-// TCP or shared memory else. UCX_TLS and UCX_NET_DEVICES choose, as for any program over UCX.
+// UcxTransport: executes port-channel requests over a network by one-sided puts of UCX. UCX uses RDMA if it finds a
+// network card for it, else TCP or shared memory; UCX_TLS and UCX_NET_DEVICES choose, as for any program with UCX.
+// NodeExchange uses this transport.
 //
-// Ranks tell each other addresses by what brings them together (address(), connect()). Whoever has them can write to the memory;
-// nobody else is told the keys. UCX neither encrypts what it sends nor asks who connects to it.
+// Ranks exchange addresses themselves (address(), connect()). An address contains the memory keys, so its holder can
+// write to the memory: keep it secret. UCX neither encrypts nor authenticates.
 //
-//   order    of one peer: a fence of UCX stands before each signal, and before a put to where the one before it has put
-//   echo     a flush of the endpoint has ended
-//   end      who ends says so, by a word to each peer (a farewell). A connection that ends without one is an error, which names
-//            the peer
+//   order             a UCX fence precedes each signal, and each put whose range overlaps an unfenced one
+//   local completion  reported when a flush of the endpoint has completed
+//   end               a rank that ends sends an end word ("farewell") to each peer. A connection that closes without
+//                     one is an error that names the peer
 #pragma once
 
 #include <chrono>
@@ -25,24 +26,24 @@ namespace llm_comm::host {
 
 class UcxTransport final : public Transport {
  public:
-  // What the ranks are to each other.
+  // Connection data of a rank.
   struct Peer {
-    std::string address;  // what its address() has returned; of this rank unused
+    std::string address;  // result of its address(); unused for this rank
     std::string name;     // for messages: "rank 3 (node 1, worker-7)"
   };
 
-  // `memory`: what peers put to, and what this rank puts from; it must stay. Throws std::runtime_error where UCX is missing, or
-  // cannot be used.
+  // `memory`: destination of the peers' puts and source of this rank's; must outlive the object. Throws
+  // std::runtime_error if UCX is missing or unusable.
   UcxTransport(char* memory, uint64_t bytes);
   ~UcxTransport() override;
   UcxTransport(const UcxTransport&) = delete;
   UcxTransport& operator=(const UcxTransport&) = delete;
 
   std::string address() const;
-  // By rank. `has_failed`: whether this rank has; then nobody is told that it ends. Throws std::runtime_error where an address cannot
-  // be used. Connections are made when they are used first.
+  // `peers`: by rank. `has_failed`: if it returns true at the end, no end words are sent. Throws std::runtime_error for
+  // an unusable address. Connections are established at their first use.
   void connect(uint32_t rank, const std::vector<Peer>& peers, std::function<bool()> has_failed);
-  // The memory of a peer, for put() and signal(): an address in the process of the peer.
+  // Address of a peer's memory in the peer's process, as destination for put() and signal().
   char* memory_of(uint32_t peer) const { return lanes_.at(peer)->memory; }
 
   void begin(uint32_t) override;  // throws after finish()
@@ -54,7 +55,7 @@ class UcxTransport final : public Transport {
 
  private:
   struct Echo {
-    void* flush;  // nullptr: has ended
+    void* flush;  // nullptr: completed
     uint64_t* to;
     std::vector<uint64_t> values;
   };
@@ -65,13 +66,13 @@ class UcxTransport final : public Transport {
   struct Lane {
     std::string name;
     char* memory = nullptr;
-    uint64_t farewell = 0;  // where this rank says that it ends
+    uint64_t farewell = 0;  // address of this rank's end word at the peer
     ucp::Endpoint endpoint = nullptr;
     ucp::RemoteKey key_of_memory = nullptr;
     ucp::RemoteKey key_of_farewells = nullptr;
     ucp::Status error = ucp::kOk;
-    uint64_t pending = 0;         // puts that UCX has not done with
-    std::vector<Range> unfenced;  // what has been put since the last fence
+    uint64_t pending = 0;         // puts that UCX has not completed
+    std::vector<Range> unfenced;  // ranges put since the last fence
     std::deque<Echo> echoes;
   };
   struct Sent;
@@ -83,14 +84,14 @@ class UcxTransport final : public Transport {
   uint64_t bytes_;
   ucp::Memory registered_ = nullptr;
   ucp::Memory registered_farewells_ = nullptr;
-  std::unique_ptr<uint64_t[]> farewells_;  // by rank: other than 0 once it has said that it ends
+  std::unique_ptr<uint64_t[]> farewells_;  // end words of the peers, by rank: non-zero once received
   std::vector<std::unique_ptr<Lane>> lanes_;
   std::function<bool()> has_failed_;
   bool has_thrown_ = false;
 
   void set_up();
   void say_farewell();
-  void tear_down();  // more than once is no error
+  void tear_down();  // may be called repeatedly
   void connect(Lane& lane, uint32_t rank, const std::string& address);
   void check(ucp::Status status, const char* what) const;
   ucp::Memory register_memory(void* memory, uint64_t bytes) const;

@@ -1,11 +1,11 @@
-// Element types of messages: one enumeration for device code, the host and Python.
+// Element types of messages and matrices: one enumeration for device code, the host and Python.
 #pragma once
 
 #include "llm_comm/platform_types.h"
 
 namespace llm_comm {
 
-// kByte: of operations that move elements of any type and add none.
+// kByte: elements of any type, for operations that move data and add nothing.
 enum class DataType : uint32_t { kBFloat16 = 0, kFloat16 = 1, kFloat32 = 2, kByte = 3 };
 
 inline constexpr uint32_t kDataTypes = 4;
@@ -30,7 +30,7 @@ LLM_COMM_HOST constexpr const char* data_type_name(DataType type) {
   return "unknown data type";
 }
 
-// Element types of matrices that are multiplied. FP8 is e4m3 (fp8.cuh).
+// Element types of matrix operands. FP8 is e4m3 (fp8.cuh).
 enum class FactorType : uint32_t { kBFloat16 = 0, kFloat16 = 1, kFloat8 = 2 };
 
 LLM_COMM_HOST constexpr uint32_t factor_bytes(FactorType type) { return type == FactorType::kFloat8 ? 1 : 2; }

@@ -1,4 +1,4 @@
-// The name under which kernels outside of this tree include operation.cuh.
+// Name under which kernels outside this tree include operation.cuh.
 #pragma once
 
 #include "llm_comm/operation.cuh"

@@ -1,4 +1,4 @@
-// Elements of matrices that are multiplied, for code that has no instructions for whole boxes of them.
+// Elements of matrix operands as floats, for targets without tensor-core instructions (the emulator).
 #pragma once
 
 #include "llm_comm/fp8.cuh"

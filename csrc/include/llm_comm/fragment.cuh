@@ -1,11 +1,12 @@
-// Which values of a product of boxes (tiles.cuh) a thread of a team has: those that the instructions of tensor cores give it.
+// Fragment layout of tile products (tiles.cuh): which output and token value i of a thread of a warpgroup belongs to.
+// It is the accumulator layout of wgmma and mma.sync.
 #pragma once
 
 #include "llm_comm/platform.cuh"
 
 namespace llm_comm::inline LLM_COMM_TARGET {
 
-// Value i of a thread of the team.
+// Output (row) and token (column) of value i of `thread`.
 LLM_COMM_DEVICE uint32_t output_of(uint32_t thread, uint32_t i) {
   return thread / kWarpThreads * 16 + thread % kWarpThreads / 4 + i / 2 % 2 * 8;
 }

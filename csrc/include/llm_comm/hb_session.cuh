@@ -1,4 +1,5 @@
-// One HB operation as one block sees it, which exchanges chunks with the blocks of the same number on the other ranks:
+// HBSession: one block's view of an HB operation (plain stores, one release per chunk). The HB algorithms use it to
+// exchange chunks with the block of the same number on every other rank:
 //
 //   HBSession session(comm, kind, bytes, SignalRow::of<CommonSignals>(block), shared);
 //   session.wait_for_grids_before();
@@ -7,29 +8,34 @@
 //     ... plain loads and stores, to this rank's memory and to that of peers ...
 //   });
 //
-// In step t a block sends chunk t, and takes what the peers sent `depth` steps before: the step begins when the blocks of its
-// number have ended their step t - depth. There are 2 depth steps more than chunks, so a rank has two turns to do something with
-// what it got, and ends only after every peer has had the first. 2 depth buffers in turn are enough for what is sent: chunk t
-// overwrites chunk t - 2 depth, which the peer took in its step t - depth.
+// Steps. In step t a block sends chunk t and consumes the chunks that the peers sent in their step t - depth. Step t
+// starts when the peer blocks of this number have finished step t - depth. There are chunks + 2 * depth steps: the
+// extra 2 * depth give a rank two passes over the received data. It ends only after every peer has finished the first.
 //
-// The first warp of a block talks to the peers, the others work. While they work on step t, it signals that step t - 1 has ended
-// and waits for what step t + 1 needs: a release takes as long as a trip to the peers and back, and would hold up the block. So a
-// step is signalled during the next one, and depth is 2 or more: with 1, a step would begin only after its own signal.
+// Buffers. 2 * depth buffers are enough. Chunk t overwrites chunk t - 2 * depth. The peer consumed that chunk in its
+// step t - depth, and step t starts only after the peer has signalled that step.
 //
-// Data is stored plainly and ordered by one signal a step, a release, for all that it stands for. A signal is a word with the
-// number of the operation and the step in it. So nothing is re-armed or counted, and any grid may follow any other. A step that
-// is not waited for need not be signalled.
+// Warp roles. The first warp of a block exchanges signals with the peers; the other warps compute. While step t runs,
+// the signal warp signals the end of step t - 1 and waits for what step t + 1 needs. A system-scope release takes a
+// round trip to the peers, so the compute warps must not wait for it. Step t is therefore signalled during step t + 1,
+// and `depth` must be at least 2: with depth 1 a step would wait for a signal that is sent only after it starts.
 //
-// Who waits for a step may find a later one: of the same operation, or of the next one, which a peer may have begun. A peer is not
-// further ahead (R1). Anything else is a word of long ago, or what the region holds at first: no operation has that number in
-// practice, the 2^46th.
+// Signals. A signal is a release store of one 64-bit word, which holds the operation number and the step. It covers all
+// plain stores of that step. Nothing is reset or counted, so any grid may follow any other. A step that no peer waits
+// for needs no signal.
 //
-// Staging memory, where peers store to, has two halves, which the kernel that runs divides as it likes. What a kernel may store
-// to which half before it has waited for anything depends on what the kernels before have left there to be read:
+// A waiter may read a later step: of the same operation, or of the next one. The peer cannot be further ahead (R1 of
+// operation.cuh). Any other value is a stale word or the initial fill of the region. Stale words are smaller and fail
+// the test. The initial fill equals an operation number near 2^47, which is never reached.
 //
-//   H1  A rank ends an operation only after every peer has read what it had stored to the first half of the peer.
-//   H2  A rank stores to the second half of a peer only when it has waited for a step of the peer in this operation: so the
-//       peer has ended the one before, and all that was there has been read.
+// Staging memory. Peers store chunks into this rank's staging memory, which has two halves. Each kernel divides them as
+// it needs. Two rules make it safe to store before the first wait of an operation:
+//
+//   H1  A rank ends an operation only after every peer has read what this rank stored into the peer's first half.
+//   H2  A rank stores into a peer's second half only after it has waited for a step of that peer in this operation.
+//
+// By H1 the first half is free as soon as an operation begins. By H2 the peer has ended its previous operation before
+// anybody stores into its second half, so the data of that operation has been read.
 #pragma once
 
 #include "llm_comm/steps.cuh"
@@ -42,15 +48,15 @@ class HBSession {
     LLM_COMM_DEVICE void operator()(uint32_t) const {}
   };
 
-  // `shared`: a line of shared memory.
+  // `shared`: one line of shared memory.
   LLM_COMM_DEVICE HBSession(const DeviceComm& comm, OperationKind kind, uint64_t bytes, SignalRow row, Line* shared)
       : comm_(comm), op_(comm, kind, bytes), row_(row), incomplete_(shared->word) {}
 
-  // A smaller block, which only tests have, has a thread for each rank in place of the first warp.
+  // Blocks below this size use one thread per rank instead of the first warp for signals. Only tests have such blocks.
   static constexpr uint32_t kFewestThreadsInWarps = 2 * kWarpThreads;
 
   LLM_COMM_DEVICE uint32_t workers() const { return block_threads() - talkers(); }
-  // Of a thread that works.
+  // Index of a compute thread.
   LLM_COMM_DEVICE uint32_t worker() const { return thread_index() - talkers(); }
 
   template <class... Values>
@@ -59,18 +65,23 @@ class HBSession {
     grid_dependency_trigger();
   }
 
-  // All threads of the block.
+  // Collective over the block: all threads call it.
   LLM_COMM_DEVICE void begin() {
     if (thread_index() == 0) incomplete_[0] = incomplete_[1] = 0;
     block_sync();
     if (!op_.begin())
-      incomplete_[0] = incomplete_[1] = 1;  // threads may get different answers: the block goes on as one
+      incomplete_[0] = incomplete_[1] = 1;  // threads may get different results: the block decides as one
     block_sync();
   }
 
-  // All steps of the block, which arrives with the last one. Ends early, on all threads alike, where a wait is aborted. `depth`: at
-  // least 2. `phase_of(step)`: for errors. `ended(step)`: by the thread of the first warp that has no peer, when the block has ended a
-  // step, of all but the last two. `before_signal(step)`: by each of the others, before it signals that the block has ended the step.
+  // Runs all steps of the block; all threads call it. The block arrives (Operation::arrive) in the last step. Returns
+  // early, on all threads alike, when a wait is aborted.
+  // - `depth`: at least 2.
+  // - `phase_of(step)`: phase number for error reports.
+  // - `ended(step)`: called when the block has finished `step`, by the signal-warp thread whose index is this rank. Not
+  //   called
+  // for the last two steps.
+  // - `before_signal(step)`: called by each other signal thread before it signals the end of `step`.
   template <class Work, class Phase, class Ended = NothingMore, class Before = NothingMore>
   LLM_COMM_DEVICE void run(uint32_t chunks, uint32_t depth, Work work, Phase phase_of, Ended ended = {},
                            Before before_signal = {}) {
@@ -86,28 +97,29 @@ class HBSession {
       if (peer == comm_.rank && t >= 2) ended(t - 2);
       if (has_peer && t >= depth && !wait(peer, t - depth, phase_of(t))) incomplete_[t % 2] = 1;
       block_sync();
-      // What is told before this barrier is read before the next one, and told anew behind that: two words in turn.
+      // A flag that is set before this barrier is read after it and may be set again after the next barrier. Two flags,
+      // used in alternate steps, keep a slow reader from seeing the flag of the next step.
       if (incomplete_[t % 2] != 0) return;
       if (works) work(t);
     }
-    if (thread_index() == 0) op_.arrive();  // a thread that talks: it has nothing to do in the last step
+    if (thread_index() == 0) op_.arrive();  // a thread of the signal warp, which is idle in the last step
   }
 
-  // Ends the communicator on this GPU, in run(). No step is signalled any more, but for the one under way.
+  // Fails the communicator on this GPU; called inside run(). At most the signal under way is still sent.
   LLM_COMM_DEVICE void fail(ErrorCause cause, uint32_t peer, uint32_t phase) const {
     op_.fail(cause, peer, phase, [] {});
     *incomplete_ = 1;
   }
 
-  // The same where a step is signalled at once, when the block has ended it, and all threads work: for few steps, which have
-  // nothing to hide a signal behind. `depth`: at least 1.
+  // Variant of run() for few steps, where no later step could hide a signal: all threads compute, and a step is
+  // signalled as soon as the block has finished it. `depth`: at least 1.
   template <class Work, class Phase>
   LLM_COMM_DEVICE void run_at_once(uint32_t chunks, uint32_t depth, Work work, Phase phase_of) {
     const uint32_t peer = thread_index();
     const bool has_peer = peer < comm_.world_size && peer != comm_.rank;
     const uint32_t last = chunks + 2 * depth - 1;
     for (uint32_t t = 0; t <= last; ++t) {
-      // While the peers end: behind the last wait it would make the kernel longer.
+      // Arrive before the last wait, while the peers finish. After the wait it would lengthen the kernel.
       if (t == last && thread_index() == 0) op_.arrive();
       if (t >= depth && has_peer && !wait(peer, t - depth, phase_of(t))) incomplete_[0] = 1;
       block_sync();
@@ -120,10 +132,10 @@ class HBSession {
 
   LLM_COMM_DEVICE Line* staging(uint32_t rank, uint32_t half) const { return staging_of(comm_, rank, half); }
 
-  // Whether begin() or run() has ended early. After a barrier.
+  // True if begin() or run() ended early. Call it after a barrier.
   LLM_COMM_DEVICE bool has_ended_early() const { return incomplete_[0] != 0 || incomplete_[1] != 0; }
 
-  // For words besides the signals: what stands for a step in them, and another bounded wait.
+  // For protocols with words of their own besides the signals: the word value of a step, and another bounded wait.
   LLM_COMM_DEVICE uint64_t value_of(uint32_t step) const { return word_of_step(op_.sequence(), step); }
   template <class Poll>
   LLM_COMM_DEVICE bool wait_until(Poll poll, uint32_t peer, uint32_t phase) {
@@ -139,7 +151,7 @@ class HBSession {
     store_release(row_.word(comm_, peer, comm_.rank), value_of(step));
   }
 
-  // False if the wait ended without it.
+  // Returns false if the wait was aborted.
   LLM_COMM_DEVICE bool wait(uint32_t peer, uint32_t step, uint32_t phase) {
     const uint64_t* const word = row_.word(comm_, comm_.rank, peer);
     return op_.wait_until([&] { return load_acquire(word) - value_of(step) < kFurthestAhead; }, peer, phase);
@@ -148,7 +160,7 @@ class HBSession {
   const DeviceComm& comm_;
   Operation op_;
   SignalRow row_;
-  uint32_t* incomplete_;  // two words: whether the block ends before an even step, and before an odd one
+  uint32_t* incomplete_;  // two flags in shared memory: the block must end before an even / odd step
 };
 
 }  // namespace llm_comm::inline LLM_COMM_TARGET

@@ -1,19 +1,20 @@
-// LL lines that carry any bytes (LLSession sends numbers: a word that equals the sentinel arrives as the NaN beside it).
+// LL lines that carry arbitrary bytes, for operations that move data without adding it. LLSession alone sends numbers:
+// a word equal to the sentinel arrives as kSentinel - 1, another NaN.
 //
-// A line that holds such a word, or the word it would become, is followed by a mask, which tells the two apart. Sender and
-// receiver see by themselves whether there is one. So a line costs no more than its own bytes where there is none, and
-// there hardly ever is: 2 of 2^32 words ask for it.
+// A line with a word equal to the sentinel or to kSentinel - 1 is followed by a mask that tells the two apart. Sender
+// and receiver each see from the line whether a mask exists. Lines without such words cost nothing extra, and they are
+// rare: 2 of 2^32 values.
 //
-// In a slot the masks lie behind the lines: [sender][line], then [sender][mask], 4 bytes each. They are armed, received and
-// re-armed like lines: no mask equals the sentinel.
+// Masks lie after the lines of a slot: [sender][line], then [sender][mask], 4 bytes each. They are received and reset
+// like lines. No mask equals the sentinel.
 #pragma once
 
 #include "llm_comm/ll_session.cuh"
 
 namespace llm_comm::inline LLM_COMM_TARGET {
 
-// The mask of a line that has come; its word is armed again. kSentinel if the wait was aborted. Hardly ever runs: apart from what
-// does.
+// Waits for a mask and resets its word to the sentinel. Returns kSentinel if the wait was aborted. Runs rarely, so it
+// is a call outside the hot path.
 LLM_COMM_DEVICE_CALL uint32_t receive_mask(const DeviceComm& comm, uint32_t* incoming, OperationInWait op,
                                            uint32_t peer, uint32_t phase) {
   uint32_t found = kSentinel;
@@ -31,12 +32,12 @@ LLM_COMM_DEVICE_CALL uint32_t receive_mask(const DeviceComm& comm, uint32_t* inc
 template <uint32_t Peers>
 class LLBytes {
  public:
-  // What `sender_lines` lines of each of the other ranks of `world` take of a slot, in bytes.
+  // Bytes of a slot that `sender_lines` lines of every other rank need, masks included.
   LLM_COMM_HOST static constexpr uint64_t slot_bytes(uint64_t sender_lines, uint64_t world) {
     return (world - 1) * sender_lines * (sizeof(Line) + sizeof(uint32_t));
   }
 
-  // Of a session whose slots are divided into `sender_lines`, with places from `first_line` on.
+  // For a session whose slots are divided into `sender_lines` lines per sender. `place` counts from `first_line`.
   LLM_COMM_DEVICE LLBytes(LLSessionOf<Peers>& session, const DeviceComm& comm, uint64_t sender_lines,
                           uint32_t first_line = 0)
       : session_(session),
@@ -45,7 +46,7 @@ class LLBytes {
         sender_lines_(sender_lines),
         first_line_(first_line) {}
 
-  // To all peers of the session.
+  // Sends to all peers of the session.
   LLM_COMM_DEVICE void send(uint64_t place, Line payload) const {
     LLM_COMM_UNROLL(8)
     for (uint32_t k = 0; k < Peers; ++k) session_.send_to(k, place, payload);
@@ -57,7 +58,7 @@ class LLBytes {
     }
   }
 
-  // As LLSessionOf::receive_each(). Re-arms what it has received.
+  // As LLSessionOf::receive_each(), but also resets the received lines to the sentinel.
   LLM_COMM_DEVICE void receive_each(uint64_t place, const bool (&is_wanted)[Peers], Line (&lines)[Peers],
                                     uint32_t phase) {
     session_.receive_each(place, is_wanted, lines, phase);
@@ -101,7 +102,7 @@ class LLBytes {
 
   LLSessionOf<Peers>& session_;
   const DeviceComm& comm_;
-  uint64_t to_masks_;  // bytes from the beginning of a slot
+  uint64_t to_masks_;  // offset of the masks in a slot
   uint64_t sender_lines_;
   uint32_t first_line_;
 };

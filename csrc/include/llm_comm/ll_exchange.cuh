@@ -1,4 +1,5 @@
-// The exchange of sentinel lines (line.cuh) through the slots of a workspace: send, receive, re-arm.
+// Send, receive and reset of sentinel lines (line.cuh) in the slots of a workspace. LLSession (ll_session.cuh) is built
+// on these functions.
 #pragma once
 
 #include "llm_comm/line.cuh"
@@ -8,14 +9,14 @@ namespace llm_comm::inline LLM_COMM_TARGET {
 // `line` lies in the peer's slot.
 LLM_COMM_DEVICE void send_line(Line* line, Line payload) { store_line_relaxed(line, encode_sentinel(payload)); }
 
-// One poll for a line, which is loaded whatever `value` holds. True once it has come.
+// Polls one line once. Loads it whatever `value` holds. Returns true once the line has arrived.
 LLM_COMM_DEVICE bool poll_line(const Line* line, Line& value) {
   value = load_line_relaxed(line);
   return has_arrived(value);
 }
 
-// `line` lies in this rank's slot; `op` is an Operation (operation.cuh). If the wait ends without the line, words that have
-// not arrived are NaN, so that nobody takes the result for a sum.
+// Waits for `line` in this rank's slot; `op` is an Operation (operation.cuh). After an aborted wait, words that have
+// not arrived are NaN, so the result cannot pass for a valid sum.
 template <class Op>
 LLM_COMM_DEVICE Line receive_line(const Line* line, Op& op, uint32_t peer, uint32_t phase) {
   Line value = armed_line();
@@ -23,13 +24,14 @@ LLM_COMM_DEVICE Line receive_line(const Line* line, Op& op, uint32_t peer, uint3
   return value;
 }
 
-// One poll for several lines, whose loads are under way at the same time. A line that is armed_line() is loaded; another one has
-// come, or is not wanted. True once all have come. A single one is loaded in any case: do not poll for a line that is not wanted.
+// Polls N lines once, with all loads in flight at the same time. Initialise a wanted line to armed_line() and an
+// unwanted one to anything else: only lines that read as "not arrived" are loaded. Returns true once all wanted lines
+// have arrived. With N == 1 the line is always loaded, so it must be wanted.
 template <uint32_t N>
 LLM_COMM_DEVICE bool poll_lines(const Line* const (&from)[N], Line (&lines)[N]) {
   bool have_come = true;
   if constexpr (N == 1) {
-    // Nobody polls once it has come, so there is nothing to ask before.
+    // A single line is polled only until it arrives, so testing `lines[0]` first is unnecessary.
     have_come = poll_line(from[0], lines[0]);
   } else {
     LLM_COMM_UNROLL(32)
@@ -40,7 +42,7 @@ LLM_COMM_DEVICE bool poll_lines(const Line* const (&from)[N], Line (&lines)[N]) 
   return have_come;
 }
 
-// After the line has been received: `line` lies in this rank's slot.
+// Resets a received line of this rank's slot to the sentinel.
 LLM_COMM_DEVICE void re_arm_line(Line* line) { store_line_relaxed(line, armed_line()); }
 
 }  // namespace llm_comm::inline LLM_COMM_TARGET

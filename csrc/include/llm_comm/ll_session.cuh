@@ -1,29 +1,29 @@
-// One LL operation as one thread sees it, which exchanges lines with one peer:
+// LLSession: one thread's view of an LL operation that exchanges 16-byte lines with one peer. The LL algorithms use it:
 //
 //   LLSession session(comm, kind, bytes, rank, peer);
-//   session.divide_slots(lines);                  // every rank sends so many lines to each peer
+//   session.divide_slots(lines);                  // every rank sends `lines` lines to each peer
 //   session.wait_for_grids_before();
-//   if (session.begin()) ...                      // which operation this is, and whether it may go on
+//   if (session.begin()) ...                      // reads the operation number; false: aborted
 //   session.enter_slot();
 //   session.send(place, line);                    // to the peer
-//   line = session.receive(place, phase);         // what the peer has sent to the same place
+//   line = session.receive(place, phase);         // what the peer sent to the same place
 //   session.re_arm(place);                        // R2 of operation.cuh
 //   block_sync(); session.arrive();               // one thread of each block
 //
-// A slot is divided among the other ranks, in their order, of which each has `sender_lines` lines. A place is a line of such
-// a part. An algorithm of two phases has two such divisions, one behind the other; `part`
-// is where its second one begins. For a thread whose peer is its own rank there is a part behind those of the others, if the
-// algorithm makes room for it; else it must not send or receive.
+// Layout of a slot: one region of `sender_lines` lines for each other rank, in rank order. `place` is a line index in
+// such a region. An algorithm of two phases lays a second division after the first; `part` is the line at which the
+// second one begins. A thread whose peer is its own rank uses a region after those of the others. It may send and
+// receive only if the algorithm reserves that region.
 //
-// Where a thread exchanges lines with several peers, LLSessionOf<Peers> is the same for them together:
+// LLSessionOf<Peers> is the same for a thread that exchanges lines with all other ranks:
 //
 //   LLSessionOf<World - 1> session(comm, kind, bytes, rank);
-//   session.send_to(k, place, line);              // to the k-th rank behind this one, round the ring: ranks begin at different peers
-//   session.receive_each(place, is_wanted, lines, phase);  // [i]: of the i-th of the other ranks
+//   session.send_to(k, place, line);                       // to rank + 1 + k, modulo the world size
+//   session.receive_each(place, is_wanted, lines, phase);  // [i]: from the i-th of the other ranks, in rank order
 //   session.re_arm_of(i, place);
 //
-// The steps are separate, and begin() does not enter the slot, because their order in a kernel is worth microseconds: what is
-// loaded between them is under way at the same time (docs/experiments/first_send.md).
+// The steps are separate calls, and begin() does not enter the slot, because their order matters: loads between the
+// steps overlap, which is worth microseconds (docs/experiments/first_send.md).
 #pragma once
 
 #include "llm_comm/ll_exchange.cuh"
@@ -34,7 +34,8 @@ namespace llm_comm::inline LLM_COMM_TARGET {
 template <uint32_t Peers>
 class LLSessionOf {
  public:
-  // Construct it, and divide the slots, before the wait for the grids before this one. `bytes`: of the message, for errors.
+  // Construct the session and divide the slots before wait_for_grids_before(). `bytes`: message size, for error
+  // reports.
   LLM_COMM_DEVICE LLSessionOf(const DeviceComm& comm, OperationKind kind, uint64_t bytes, uint32_t rank, uint32_t peer)
       : op_(comm, kind, bytes),
         rank_(rank),
@@ -44,11 +45,11 @@ class LLSessionOf {
     static_assert(Peers == 1, "a thread of several peers has all of them");
   }
 
-  // All other ranks, of which there are `Peers`.
+  // For a thread that exchanges lines with all other ranks, of which there are `Peers`.
   LLM_COMM_DEVICE LLSessionOf(const DeviceComm& comm, OperationKind kind, uint64_t bytes, uint32_t rank)
       : op_(comm, kind, bytes), rank_(rank), peer_(1 - rank), sends_as_(0), receives_as_(0) {}
 
-  // Whom send_to(k, ...) means, and from whom line [i] of receive_each() is.
+  // receiver(k): the rank that send_to(k, ...) sends to. sender(i): the rank whose line receive_each() returns in [i].
   LLM_COMM_DEVICE uint32_t receiver(uint32_t k) const {
     if constexpr (Peers == 1) {
       return peer_;
@@ -63,7 +64,7 @@ class LLSessionOf {
       return i < rank_ ? i : i + 1;
     }
   }
-  // Their parts of the receiver's slots and of this rank's.
+  // Region indices: sends_as(k) in the slot of receiver(k), receives_as(i) in this rank's slot.
   LLM_COMM_DEVICE uint32_t sends_as(uint32_t k) const {
     if constexpr (Peers == 1) {
       return sends_as_;
@@ -88,7 +89,8 @@ class LLSessionOf {
     }
   }
 
-  // The same for a kernel whose threads keep to few lines: places count from `first_line`, and the sum is not made again.
+  // For a kernel whose threads use few lines each: `place` counts from `first_line`. opaque() keeps the compiler from
+  // recomputing the address at each use.
   template <class Count>
   LLM_COMM_DEVICE void divide_slots(Count sender_lines, Count first_line) {
     LLM_COMM_UNROLL(8)
@@ -98,9 +100,9 @@ class LLSessionOf {
     }
   }
 
-  // `precomputed`: values that change with every address that the kernel loads from or stores to besides. They are computed
-  // before the wait, as are those of this session; behind it they would be computed while nothing else is under way. The next
-  // grid of the stream may be launched from then on (operation.cuh, "Progress"); later was slower.
+  // Waits for the earlier grids of the stream. `precomputed`: values that depend on every other address that the kernel
+  // uses. The compiler must compute these and the session's addresses before the wait, while the block is idle anyway.
+  // The next grid of the stream may be launched from here on (operation.cuh, "Progress"); a later trigger was slower.
   template <class... Values>
   LLM_COMM_DEVICE void wait_for_grids_before(Values... precomputed) const {
     uint64_t slots = 0;
@@ -112,13 +114,13 @@ class LLSessionOf {
     grid_dependency_trigger();
   }
 
-  // As of Operation, in one step or in two. False: send nothing, and mind what Operation::begin() says of the other threads
-  // of the block.
+  // As Operation::begin(), in one step or in two. False: send nothing. Other threads of the block may get another
+  // answer (Operation::begin).
   LLM_COMM_DEVICE bool begin() { return begin(load_state()); }
   LLM_COMM_DEVICE Line load_state() const { return op_.load_state(); }
   LLM_COMM_DEVICE bool begin(Line state) { return op_.begin(state); }
 
-  // After begin(): from now on lines are those of this operation's slot.
+  // After begin(): switches all addresses to this operation's slot.
   LLM_COMM_DEVICE void enter_slot() {
     LLM_COMM_UNROLL(8)
     for (uint32_t i = 0; i < Peers; ++i) {
@@ -133,7 +135,8 @@ class LLSessionOf {
     return begun;
   }
 
-  // Both steps, beside loads of the caller's that are as far away as the operation's number.
+  // begin() and enter_slot() while the caller's own loads are in flight; they have the same latency as the operation
+  // number.
   template <class Load, uint32_t N>
   LLM_COMM_DEVICE bool begin_beside(Load (&load)[N], Line (&loaded)[N]) {
     LLM_COMM_UNROLL(8)
@@ -160,15 +163,15 @@ class LLSessionOf {
     send_line(outgoing_[k] + place, payload);
   }
 
-  // Where the wait ends without the line, words that have not arrived are NaN, and aborted() is true from then on. `phase`:
-  // for errors.
+  // Waits for a line. After an aborted wait, words that have not arrived are NaN and aborted() stays true. `phase`: for
+  // error reports.
   LLM_COMM_DEVICE Line receive(uint64_t place, uint32_t phase, uint64_t part = 0) {
     return receive(incoming(place, part), phase);
   }
   LLM_COMM_DEVICE Line receive(const Line* line, uint32_t phase) { return receive_line(line, op_, sender(0), phase); }
 
-  // The lines at one place of all peers for which `is_wanted`, waiting for all together: each poll loads those that have not
-  // come, so their loads are under way at the same time. The other lines are zeros.
+  // Waits for the lines at `place` from all peers for which `is_wanted` is set. Each poll loads every line that has not
+  // arrived, with all loads in flight at once. Unwanted lines are returned as zeros.
   LLM_COMM_DEVICE void receive_each(uint64_t place, const bool (&is_wanted)[Peers], Line (&lines)[Peers],
                                     uint32_t phase) {
     const Line* from[Peers];
@@ -188,19 +191,19 @@ class LLSessionOf {
                      phase);
   }
 
-  // Every line that was received, by the thread that received it.
+  // The thread that receives a line resets it to the sentinel, for every line (R2).
   LLM_COMM_DEVICE void re_arm(uint64_t place, uint64_t part = 0) const { re_arm(incoming(place, part)); }
   LLM_COMM_DEVICE void re_arm(Line* line) const { re_arm_line(line); }
   LLM_COMM_DEVICE void re_arm_of(uint32_t i, uint64_t place) const { re_arm(incoming_[i] + place); }
 
-  // For a kernel that receives and re-arms far apart: the address, which is computed once.
+  // Address of a line, for a kernel that receives and resets it at different points and computes the address once.
   LLM_COMM_DEVICE Line* incoming(uint64_t place, uint64_t part = 0) const { return incoming_[0] + part + place; }
 
   LLM_COMM_DEVICE bool aborted() const { return op_.aborted(); }
   LLM_COMM_DEVICE uint64_t sequence() const { return op_.sequence(); }
 
-  // For protocols that put more into a slot than lines (ll_bytes.cuh), after begin(): where this operation's slots begin, and
-  // another wait for the peer.
+  // For protocols that store more than lines in a slot (ll_bytes.cuh): start of this operation's slots, and another
+  // bounded wait for the peer. Call after begin().
   LLM_COMM_DEVICE char* own_slot() const { return reinterpret_cast<char*>(op_.in_slot(op_.slots(rank_))); }
   LLM_COMM_DEVICE char* slot_of_receiver(uint32_t k) const {
     return reinterpret_cast<char*>(op_.in_slot(op_.slots(receiver(k))));
@@ -209,17 +212,17 @@ class LLSessionOf {
   LLM_COMM_DEVICE bool wait_until(Poll poll, uint32_t phase) {
     return op_.wait_until(poll, peer_, phase);
   }
-  // For a wait that is a call (operation.cuh).
+  // For a wait in a separate function (Operation::in_wait).
   LLM_COMM_DEVICE OperationInWait in_wait() const { return op_.in_wait(); }
   LLM_COMM_DEVICE void note_abort() { op_.note_abort(); }
 
-  // As of Operation: by one thread of each block, after all its threads have begun.
+  // As Operation::arrive(): one thread of each block, after all its threads have called begin().
   LLM_COMM_DEVICE void arrive() const { op_.arrive(); }
 
  private:
   Operation op_;
   uint32_t rank_;
-  // Of a thread with one peer.
+  // Only for a thread with one peer.
   uint32_t peer_;
   uint32_t sends_as_;
   uint32_t receives_as_;

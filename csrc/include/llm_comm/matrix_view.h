@@ -1,4 +1,4 @@
-// Matrices in memory and boxes of them, in the terms that the host and kernels share (tiles.cuh).
+// Matrices in memory and their tiles, as host and kernels of linear layers share them (tiles.cuh).
 #pragma once
 
 #include "llm_comm/platform_types.h"
@@ -8,19 +8,19 @@ namespace llm_comm::inline LLM_COMM_TARGET {
 inline constexpr uint32_t kBoxRowBytes = 128;
 inline constexpr uint32_t kBoxAlignment = 1024;
 inline constexpr uint32_t kMaxBoxRows = 64;
-inline constexpr uint32_t kTeamThreads = 128;  // that multiply together
+inline constexpr uint32_t kTeamThreads = 128;  // a warpgroup, which multiplies one tile together
 
-// A matrix with contiguous rows, part of a kernel's parameters; or several of as many rows each, one behind the other: its parts. What
-// its elements are is nobody's business until boxes of it are multiplied: 16-byte pieces are moved. `map` is what the copy engine of a multiprocessor (TMA) reads, where there is one: it says all the rest as well, and
-// how many boxes of how many rows one fetch takes.
+// Kernel parameter: a matrix with contiguous rows, or several such matrices ("parts") of `rows` rows each, one after
+// the other. Fetches move 16-byte pieces whatever the element type is. `map` is the TMA tensor map, on GPUs that have
+// TMA. It repeats the other members and also fixes the number of tiles and rows that one fetch takes.
 struct alignas(64) MatrixView {
   unsigned char map[128];
   const void* data;    // 16-byte aligned
-  uint32_t rows;       // of a part
+  uint32_t rows;       // of one part
   uint32_t row_bytes;  // a multiple of 16
 };
 
-// Whether a box will be fetched by others, or is not needed again: what it may push out of the L2 cache.
+// L2 eviction hint of a fetch: other blocks fetch the tile too, or nobody needs it again.
 enum class BoxUse : uint32_t { kShared, kOnce };
 
 }  // namespace llm_comm::inline LLM_COMM_TARGET

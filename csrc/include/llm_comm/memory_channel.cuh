@@ -1,10 +1,12 @@
-// MemoryChannel: threads of one GPU store to and load from the memory of one peer (MSCCL++, arXiv 2504.09014).
+// MemoryChannel: threads of one GPU store to and load from the memory of one peer (MSCCL++, arXiv 2504.09014). For user
+// kernels and DSL kernels.
 //
-// Two protocols over the same memory, never mixed in the same bytes (a raw data word could look like a flag):
-//  * HB: put/get/read/write move plain 16-byte lines; signal/wait order them, one synchronization per large
-//  chunk.
-//  * LL: put_packets/read_packets move lines that carry their own readiness (line.cuh); no signal at all.
-// Offsets are in bytes from the channel's two bases. Bulk calls are made by `threads` threads with ids 0..threads-1.
+// Two protocols share the memory. Never use both for the same bytes: a raw data word could look like a flag.
+// - HB: put/get/read/write move plain 16-byte lines; signal/wait order them with one synchronization per large chunk.
+// - LL: put_packets/read_packets move lines that carry their own readiness (line.cuh), without a signal.
+//
+// Offsets are in bytes from the channel's two bases. `threads` threads with indices 0..threads-1 make a bulk call
+// together.
 #pragma once
 
 #include "llm_comm/line.cuh"
@@ -48,8 +50,8 @@ struct MemoryChannel {
   LLM_COMM_DEVICE bool wait() const { return semaphore.wait(bounds, site, peer); }
   LLM_COMM_DEVICE bool relaxed_wait() const { return semaphore.relaxed_wait(bounds, site, peer); }
 
-  // Sends `bytes` (a multiple of 8; source 8-byte aligned) as flag lines: 2 * bytes at remote_offset, which
-  // must be 16-byte aligned. `flag` must differ from the flags that the lines have carried before.
+  // Sends `bytes` as flag lines, which take 2 * bytes at remote_offset. `bytes` is a multiple of 8, the source 8-byte
+  // aligned, remote_offset 16-byte aligned. `flag` must differ from the flags that the lines carried earlier.
   LLM_COMM_DEVICE void put_packets(uint64_t remote_offset, const void* source, uint64_t bytes, uint32_t flag,
                                    uint32_t thread, uint32_t threads) const {
     const FlagLine* payload = static_cast<const FlagLine*>(source);
@@ -58,7 +60,7 @@ struct MemoryChannel {
     }
   }
 
-  // Receives what the peer sent with put_packets of the same size and flag. False if a wait ended without the data.
+  // Receives what the peer sent by put_packets() of the same size and flag. Returns false if a wait was aborted.
   LLM_COMM_DEVICE bool read_packets(void* destination, uint64_t local_offset, uint64_t bytes, uint32_t flag,
                                     uint32_t thread, uint32_t threads) const {
     FlagLine* payload = static_cast<FlagLine*>(destination);

@@ -1,11 +1,11 @@
-// CUDA definitions of the platform contract (platform.cuh). All inline PTX of the project is in this file, and beside it that of
-// multicast (platform_cuda_multicast.cuh) and of boxes of matrices (platform_cuda_tiles.cuh).
+// CUDA definitions of the platform contract (platform.cuh). All inline PTX of the project is in this file and in its
+// neighbours for multicast (platform_cuda_multicast.cuh) and matrix tiles (platform_cuda_tiles.cuh).
 #pragma once
 
 #include "llm_comm/platform_types.h"
 
 #define LLM_COMM_DEVICE __device__ __forceinline__
-// For what hardly ever runs: called, so that its instructions lie apart from those that do.
+// For rare code: a call keeps its instructions out of the hot path.
 #define LLM_COMM_DEVICE_CALL inline __device__ __noinline__
 #define LLM_COMM_KERNEL(max_threads) __global__ void __launch_bounds__(max_threads, 1)
 #define LLM_COMM_KERNEL_PARAM const __grid_constant__
@@ -19,7 +19,8 @@ LLM_COMM_DEVICE uint32_t block_index() { return blockIdx.x; }
 LLM_COMM_DEVICE uint32_t block_threads() { return blockDim.x; }
 LLM_COMM_DEVICE uint32_t block_count() { return gridDim.x; }
 
-// Special registers, not divisions by the size of a cluster, which no compiler knows.
+// Read from special registers: a division by the cluster size would be slow, because the size is no compile-time
+// constant.
 LLM_COMM_DEVICE uint32_t cluster_index() {
 #if __CUDA_ARCH__ >= 900
   uint32_t index;
@@ -42,8 +43,8 @@ LLM_COMM_DEVICE uint32_t cluster_block_rank() {
 
 LLM_COMM_DEVICE void block_sync() { __syncthreads(); }
 
-// Of global memory. Without it the compiler takes a sum of addresses apart, and adds some of its parts only where the whole is
-// used. Told nothing of the memory, it would store by instructions that look for the kind of each address.
+// Global memory only. Without this barrier the compiler splits a sum of addresses and adds parts of it at each use.
+// Without the assumption it would emit generic stores, which look up the state space of each address.
 template <class T>
 LLM_COMM_DEVICE T* opaque(T* address) {
   asm("" : "+l"(address));
@@ -63,8 +64,8 @@ LLM_COMM_DEVICE float shuffle_xor(float value, uint32_t lane_mask) {
 
 LLM_COMM_DEVICE bool any_lane(bool holds) { return __any_sync(0xFFFFFFFFu, holds) != 0; }
 
-// A transaction barrier in software, where the device has none: phases that are over in the upper half; in the lower one
-// bytes to come, more by kDeliveryUnexpected until they are expected.
+// Software replacement of an mbarrier transaction count. Upper half: completed phases. Lower half: bytes to come, plus
+// kDeliveryUnexpected until delivery_expect() is called.
 inline constexpr uint64_t kDeliveryUnexpected = 1 << 20;
 
 LLM_COMM_DEVICE void count_delivery(uint64_t* delivery, uint64_t change) {
@@ -73,9 +74,10 @@ LLM_COMM_DEVICE void count_delivery(uint64_t* delivery, uint64_t change) {
   if (static_cast<uint32_t>(now) == 0) atomicAdd(count, (uint64_t{1} << 32) + kDeliveryUnexpected);
 }
 
-// Clusters (sm_90 and later). Not the .aligned forms: threads of a warp may come from polls of different length.
-// The arrival is relaxed: a release would be a fence at the scope of the GPU in every thread. Of what a thread did before
-// it, others see after cluster_wait() that its block runs, and what delivery_init() set up, which is a release of its own.
+// Cluster barriers (sm_90 and later). Not the .aligned forms, because threads of a warp may leave their polls at
+// different times. The arrival is relaxed: a release would be a GPU-scope fence in every thread. After cluster_wait()
+// other blocks therefore see only that this block runs, and what delivery_init() set up, which has a release of its
+// own.
 LLM_COMM_DEVICE void cluster_arrive_relaxed() {
 #if __CUDA_ARCH__ >= 900
   asm volatile("barrier.cluster.arrive.relaxed;" ::: "memory");
@@ -101,8 +103,8 @@ LLM_COMM_DEVICE uint32_t of_first_in_cluster(uint32_t* address) {
   return value;
 }
 
-// Transaction barriers (sm_90 and later). The cluster's own barrier would do, but its release is a fence that waits for
-// all stores of the thread, those to other GPUs too.
+// mbarrier transactions (sm_90 and later). The cluster barrier would also work, but its release is a fence that waits
+// for all stores of the thread, including those to other GPUs.
 #if __CUDA_ARCH__ >= 900
 LLM_COMM_DEVICE uint32_t shared_address(const void* address) {
   return static_cast<uint32_t>(__cvta_generic_to_shared(address));
@@ -123,7 +125,7 @@ LLM_COMM_DEVICE void delivery_init(uint64_t* delivery, uint32_t values, uint32_t
 LLM_COMM_DEVICE void delivery_expect(uint64_t* delivery, uint32_t values, uint32_t blocks) {
   const uint32_t bytes = values * static_cast<uint32_t>(sizeof(float));
 #if __CUDA_ARCH__ >= 900
-  if (blocks == 1) return;  // every phase takes as many arrivals as the first
+  if (blocks == 1) return;  // the arrivals per phase are fixed by delivery_init()
   asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(shared_address(delivery)), "r"(bytes)
                : "memory");
 #else
@@ -131,8 +133,8 @@ LLM_COMM_DEVICE void delivery_expect(uint64_t* delivery, uint32_t values, uint32
 #endif
 }
 
-// In a cluster of one block st.async is undefined (an illegal instruction on sm_90, even to the block itself): there a
-// value is a plain store and an arrival, with release at the scope of the block.
+// st.async is undefined in a cluster of one block (an illegal instruction on sm_90, even to the block itself). There a
+// value is a plain store and an mbarrier arrival with block-scope release.
 LLM_COMM_DEVICE void deliver(float* address, uint32_t block, float value, uint64_t* delivery, uint32_t blocks) {
 #if __CUDA_ARCH__ >= 900
   if (blocks == 1) {
@@ -154,7 +156,7 @@ LLM_COMM_DEVICE void deliver(float* address, uint32_t block, float value, uint64
 #endif
 }
 
-// In a cluster of several blocks.
+// Only for clusters of several blocks.
 LLM_COMM_DEVICE void deliver_four(float* address, uint32_t block, const float (&values)[4], uint64_t* delivery) {
 #if __CUDA_ARCH__ >= 900
   asm volatile(
@@ -185,7 +187,8 @@ LLM_COMM_DEVICE void delivery_wait(uint64_t* delivery, uint32_t parity) {
 #endif
 }
 
-// Programmatic dependent launch (sm_90 and later). Elsewhere grids of a stream never overlap and both are no-ops.
+// Programmatic dependent launch (sm_90 and later). On older GPUs the grids of a stream never overlap and both are
+// no-ops.
 LLM_COMM_DEVICE void grid_dependency_trigger() {
 #if __CUDA_ARCH__ >= 900
   asm volatile("griddepcontrol.launch_dependents;");
@@ -198,15 +201,15 @@ LLM_COMM_DEVICE void grid_dependency_wait() {
 #endif
 }
 
-// The predicate is always true. It is there because ptxas sinks address arithmetic below an unconditional
-// wait, out of the time in which the block has nothing else to do and onto the critical path.
+// The predicate is always true. Without it ptxas moves address arithmetic below the wait: out of the time in which the
+// block is idle anyway, and onto the critical path.
 LLM_COMM_DEVICE void grid_dependency_wait_after(uint64_t nonzero) {
 #if __CUDA_ARCH__ >= 900
   asm volatile("{ .reg .pred p; setp.ne.u64 p, %0, 0; @p griddepcontrol.wait; }" ::"l"(nonzero) : "memory");
 #endif
 }
 
-// In PTX because the compiler splits a load of a struct when it can use a part earlier, which makes two trips.
+// In PTX because the compiler splits a struct load when it can use one member early, which costs two round trips.
 LLM_COMM_DEVICE Line load_line(const void* address) {
   Line v;
   asm volatile("ld.global.v4.u32 {%0,%1,%2,%3}, [%4];"
@@ -216,8 +219,8 @@ LLM_COMM_DEVICE Line load_line(const void* address) {
   return v;
 }
 
-// In PTX so that they stay as they are until their first use: elements of a pack would be taken apart at once, for which
-// the thread waits before it issues the next load.
+// In PTX so that the words stay packed until their first use. The compiler would unpack the elements at once, and the
+// thread would wait for this load before it issues the next one.
 LLM_COMM_DEVICE void load_words(const void* address, uint32_t (&word)[1]) {
   asm volatile("ld.global.u32 %0, [%1];" : "=r"(word[0]) : "l"(address) : "memory");
 }
@@ -257,7 +260,8 @@ LLM_COMM_DEVICE Line load_line_relaxed(const void* address) {
 }
 
 LLM_COMM_DEVICE void load_line_relaxed_if(bool is_wanted, const void* address, Line& line) {
-  // A predicate: the compiler makes a branch of a condition, and a poll with one takes longer (docs/experiments/dsl.md).
+  // Uses a predicate: the compiler would emit a branch for an `if`, and a poll with a branch is slower
+  // (docs/experiments/dsl.md).
   asm volatile(
       "{\n"
       ".reg .pred is_wanted;\n"
@@ -275,8 +279,8 @@ LLM_COMM_DEVICE void store_line_relaxed(void* address, Line v) {
                : "memory");
 }
 
-// The same instructions as for a line, but of two 64-bit elements: PTX treats each element of a vector as an access of
-// its own and makes no promise for the vector as a whole.
+// As for a line, but with two 64-bit elements. PTX treats each vector element as an access of its own and promises no
+// atomicity for the vector as a whole.
 LLM_COMM_DEVICE Line load_packet_relaxed(const void* address) {
   uint64_t low, high;
   asm volatile("ld.relaxed.sys.global.v2.u64 {%0,%1}, [%2];" : "=l"(low), "=l"(high) : "l"(address) : "memory");
@@ -290,7 +294,7 @@ LLM_COMM_DEVICE void store_packet_relaxed(void* address, Line v) {
   asm volatile("st.relaxed.sys.global.v2.u64 [%0], {%1,%2};" ::"l"(address), "l"(low), "l"(high) : "memory");
 }
 
-// One fence for all: it is what a release costs.
+// One fence for all packets: the fence is what makes a release expensive.
 template <uint32_t Packets>
 LLM_COMM_DEVICE void store_packets_release(void* address, const Line (&packets)[Packets]) {
   asm volatile("fence.acq_rel.sys;" ::: "memory");
@@ -354,7 +358,7 @@ LLM_COMM_DEVICE uint32_t compare_and_swap(uint32_t* address, uint32_t expected, 
 
 LLM_COMM_DEVICE uint32_t count_up(uint32_t* address, uint32_t last) { return atomicInc(address, last); }
 
-// About a millisecond of polls: what a wait that is to be given up may last on.
+// About one millisecond of polls. Bounds how much longer than its time-out a wait may last.
 inline constexpr uint32_t kPollsPerCheck = 2048;
 
 LLM_COMM_DEVICE uint64_t clock_ns() {
@@ -363,7 +367,7 @@ LLM_COMM_DEVICE uint64_t clock_ns() {
   return ns;
 }
 
-// A GPU's scheduler switches warps by itself.
+// No-op: the GPU's warp scheduler switches by itself.
 LLM_COMM_DEVICE void spin_hint() {}
 
 LLM_COMM_DEVICE float bits_to_float(uint32_t bits) { return __uint_as_float(bits); }
@@ -381,7 +385,7 @@ LLM_COMM_DEVICE uint16_t float_to_fp16(float value) {
   return bits;
 }
 
-// Packs with +0.0: the one-value form of the conversion needs sm_90.
+// Converts a pair with +0.0: the single-value form of the instruction needs sm_90.
 LLM_COMM_DEVICE uint16_t float_to_bf16(float value) {
   uint32_t packed;
   asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(packed) : "f"(0.0f), "f"(value));

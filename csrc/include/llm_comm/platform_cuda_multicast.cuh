@@ -1,12 +1,12 @@
-// NVLink multicast on CUDA GPUs (platform.cuh): all multimem instructions of the project. Needs sm_90; a kernel that is compiled for
-// less traps where it comes to one, and is never chosen there (the descriptors' grid()).
+// NVLink multicast on CUDA GPUs (platform.cuh). All multimem instructions of the project are in this file. They need
+// sm_90. In code compiled for an older GPU they trap; the descriptors' grid() never chooses such a kernel there.
 //
-// PTX ISA, "multimem.ld_reduce, multimem.st, multimem.red": a multimem address may be accessed by these instructions only, and each
-// is an access to all the memories behind it. Vectors are of .f32: a store moves the bits as they are. As of other vectors, each
-// element is an access of its own (PTX ISA, "Vector Data-types"), so units have 4 bytes.
+// PTX ISA, "multimem.ld_reduce, multimem.st, multimem.red": only these instructions may access a multimem address, and
+// each accesses all memories behind it. Stores use .v4.f32 for every type: they copy the bits unchanged. Each
+// vector element is a separate access (PTX ISA, "Vector Data-types"), so only 4-byte words are atomic.
 //
-// In SASS only ld_reduce can be told (LDGMC): a store is STG and a red is REDG, as those to one memory are. tools/check_multicast.py
-// counts the others in PTX.
+// SASS shows only ld_reduce (LDGMC). A multimem store appears as STG and a red as REDG, like accesses to one memory.
+// tools/check_multicast.py therefore counts the others in PTX.
 #pragma once
 
 #include "llm_comm/platform_cuda.cuh"
@@ -15,7 +15,7 @@ namespace llm_comm::inline LLM_COMM_TARGET {
 
 LLM_COMM_DEVICE char* multicast_address(const MulticastPlace& place) { return place.all + place.offset; }
 
-// .acc::f32 is the least precision of what lies between; without it that of the type.
+// .acc::f32 requests fp32 accumulation inside the switch. Without it the precision may be that of the element type.
 LLM_COMM_DEVICE Line multicast_load_reduce_bf16(const MulticastPlace& place) {
   Line v{};
 #if __CUDA_ARCH__ >= 900
@@ -97,7 +97,7 @@ LLM_COMM_DEVICE void multicast_add_release(const MulticastPlace& place, uint64_t
 #endif
 }
 
-// A barrier of the GPU or the system, whichever the driver asks for, which also empties the L1.
+// Acts as a fence of GPU or system scope, as the driver decides, and invalidates the L1.
 LLM_COMM_DEVICE void fence_aliases() { asm volatile("fence.proxy.alias;" ::: "memory"); }
 
 }  // namespace llm_comm::inline LLM_COMM_TARGET

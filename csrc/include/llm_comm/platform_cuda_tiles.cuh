@@ -1,8 +1,8 @@
-// CUDA definitions of tiles.cuh, with the inline PTX that belongs to it.
+// CUDA definitions of the tile contract (tiles.cuh), with their inline PTX.
 //
-// Fetching: by the TMA unit from sm_90 on, else by cp.async. Multiplying: by wgmma where the code is for sm_90a, else by mma.sync. Boxes
-// lie in the order that all of these take: the 16-byte pieces of row r are in places p ^ (r % 8) ("128-byte swizzle"), in which no
-// access of eight rows meets another in a bank.
+// Fetching uses TMA from sm_90 on, else cp.async. Multiplying uses wgmma in code for sm_90a, else mma.sync. Tiles have
+// the layout that all of these accept, the 128-byte swizzle: 16-byte piece p of row r lies in position p ^ (r % 8).
+// Accesses of eight rows then have no bank conflicts.
 #pragma once
 
 #include "llm_comm/data_type.h"
@@ -22,15 +22,15 @@
 
 namespace llm_comm::inline LLM_COMM_TARGET {
 
-// A place in shared memory: its address there.
+// Address in shared memory.
 using SharedPlace = uint32_t;
 
-// The compiler is told by it that a value is the same in all lanes: what depends on it does not diverge.
+// Tells the compiler that a value is the same in all lanes, so that branches on it do not diverge.
 LLM_COMM_DEVICE uint32_t same_in_warp(uint32_t value) { return __shfl_sync(0xFFFFFFFFu, value, 0); }
 
 LLM_COMM_DEVICE void warp_sync() { __syncwarp(); }
 
-// The address goes through a shuffle because the compiler would find it out anew at each use, from special registers that take long.
+// The shuffle keeps the compiler from recomputing the address at each use from special registers, which is slow.
 LLM_COMM_DEVICE SharedPlace tile_memory() {
   const auto start = static_cast<uint32_t>(__cvta_generic_to_shared(shared_memory<char>()));
   return same_in_warp((start + kBoxAlignment - 1) / kBoxAlignment * kBoxAlignment);
@@ -48,7 +48,7 @@ LLM_COMM_DEVICE void barrier_init(SharedPlace barrier, uint32_t arrivals) {
   asm volatile("mbarrier.init.shared.b64 [%0], %1;" ::"r"(barrier), "r"(arrivals) : "memory");
 }
 
-// For the TMA unit, which a block_sync() does not reach.
+// Makes the initialised barriers visible to the TMA unit, for which block_sync() is not enough.
 LLM_COMM_DEVICE void barrier_init_fence() {
 #if LLM_COMM_HAS_TMA
   asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
@@ -78,7 +78,7 @@ LLM_COMM_DEVICE void barrier_wait(SharedPlace barrier, uint32_t parity) {
 
 // ---- Fetching ----------------------------------------------------------------------------------------------------
 
-// By TMA one thread asks, and says how many bytes will come. By cp.async each lane's arrival stands behind its own copies.
+// With TMA one thread arrives and announces the bytes. With cp.async each lane arrives after its own copies.
 inline constexpr uint32_t kFetchArrivals = LLM_COMM_HAS_TMA ? 1 : kWarpThreads;
 
 LLM_COMM_DEVICE void fetch_begin(SharedPlace full, uint32_t bytes) {
@@ -93,7 +93,7 @@ template <uint32_t Parts>
 LLM_COMM_DEVICE void fetch_boxes(SharedPlace to, const MatrixView& matrix, uint32_t row, uint32_t box, uint32_t rows,
                                  uint32_t boxes, SharedPlace full, BoxUse use) {
 #if LLM_COMM_HAS_TMA
-  // How createpolicy encodes them, for all that is accessed (CUTLASS, TMA::CacheHintSm90).
+  // Encodings of createpolicy for the whole access (CUTLASS, TMA::CacheHintSm90).
   constexpr uint64_t kEvictFirst = 0x12F0000000000000;
   constexpr uint64_t kEvictNormal = 0x1000000000000000;
   if (thread_index() % kWarpThreads != 0) return;
@@ -142,13 +142,13 @@ LLM_COMM_DEVICE void fetch_end(SharedPlace full) {
 
 // ---- Multiplying -------------------------------------------------------------------------------------------------
 
-// Of a row, by an instruction of either kind and any type of elements: operands lie alike, whatever their bytes mean.
+// Bytes of a row that one wgmma or mma.sync consumes, for every element type.
 inline constexpr uint32_t kStepBytes = 32;
 
 #if LLM_COMM_HAS_WGMMA
 
-// As the instruction wants it: the address in units of 16 bytes; 128-byte swizzle, so many bytes from eight rows to the next, and a
-// leading dimension that is not used with it.
+// wgmma matrix descriptor: the address in units of 16 bytes, the distance between groups of eight rows, and the
+// 128-byte swizzle. The leading dimension is unused with that swizzle.
 struct Box {
   uint64_t descriptor;
 };
@@ -162,7 +162,7 @@ LLM_COMM_DEVICE Box moved(Box box, uint32_t bytes) { return {box.descriptor + (b
 
 namespace tiles {
 
-// Of FP8 both operands lie along their columns anyway: there are no flags for it.
+// FP8 operands are always K-major, so their instruction has no transpose flags.
 #define LLM_COMM_WGMMA(count, registers, operands, ...)                                                    \
   if constexpr (F == FactorType::kFloat8) {                                                                \
     asm volatile("wgmma.mma_async.sync.aligned.m64n" #count "k32.f32.e4m3.e4m3 {" registers "}, " operands \
@@ -181,14 +181,14 @@ namespace tiles {
                  : "l"(outputs), "l"(tokens));                                                             \
   }
 
-// Ten registers in the text of the instruction, and eight sums as its operands.
+// LLM_COMM_TEN: ten operand names in the instruction text. LLM_COMM_SUMS: eight accumulators as operands.
 #define LLM_COMM_TEN(d) "%" #d "0,%" #d "1,%" #d "2,%" #d "3,%" #d "4,%" #d "5,%" #d "6,%" #d "7,%" #d "8,%" #d "9"
 #define LLM_COMM_SUMS(i)                                                                                        \
   "+f"(sums[i]), "+f"(sums[i + 1]), "+f"(sums[i + 2]), "+f"(sums[i + 3]), "+f"(sums[i + 4]), "+f"(sums[i + 5]), \
       "+f"(sums[i + 6]), "+f"(sums[i + 7])
 #define LLM_COMM_SUMS_32(i) LLM_COMM_SUMS(i), LLM_COMM_SUMS(i + 8), LLM_COMM_SUMS(i + 16), LLM_COMM_SUMS(i + 24)
 
-// 64 outputs, 2 N tokens and 32 bytes of their columns.
+// 64 outputs times 2 * N tokens over 32 bytes of columns.
 template <FactorType F, uint32_t N>
 LLM_COMM_DEVICE void wgmma(float (&sums)[N], uint64_t outputs, uint64_t tokens) {
   // clang-format off
@@ -226,7 +226,7 @@ LLM_COMM_DEVICE void wgmma(float (&sums)[N], uint64_t outputs, uint64_t tokens) 
 
 }  // namespace tiles
 
-// The fence is for groups without products: ptxas wants one, or puts it in and says so.
+// The fence serves groups without products: ptxas requires one, or inserts it with a warning.
 LLM_COMM_DEVICE void multiply_end() {
   asm volatile("wgmma.fence.sync.aligned; wgmma.commit_group.sync.aligned;" ::: "memory");
 }
@@ -240,7 +240,8 @@ LLM_COMM_DEVICE void multiply_wait(float (&sums)[N]) {
   }
 }
 
-// The instruction takes 64 outputs. Where a box has fewer, the rest is what lies behind it: sums that nobody asks for.
+// The instruction computes 64 outputs. If the tile has fewer rows, the others are computed from the memory behind the
+// tile and never read.
 template <FactorType F, uint32_t N>
 LLM_COMM_DEVICE void multiply_boxes(float (&sums)[N], Box outputs, uint32_t, Box tokens) {
   asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
@@ -265,12 +266,12 @@ LLM_COMM_DEVICE Box moved(Box box, uint32_t bytes) { return {box.place + bytes};
 
 namespace tiles {
 
-// The address of 16 bytes of a row.
+// Address of a 16-byte piece of a row, with the swizzle applied.
 LLM_COMM_DEVICE uint32_t piece(Box box, uint32_t row, uint32_t piece_of_row) {
   return box.place + row * kBoxRowBytes + (piece_of_row ^ row % 8) * static_cast<uint32_t>(sizeof(Line));
 }
 
-// From sm_89 on. The host launches none where it is missing.
+// Needs sm_89; the host launches no FP8 layer on older GPUs.
 LLM_COMM_DEVICE void multiply_fp8(float* sums, const uint32_t (&a)[4], const uint32_t (&b)[2]) {
 #if __CUDA_ARCH__ >= 890
   asm("mma.sync.aligned.m16n8k32.row.col.f32.e4m3.e4m3.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
@@ -283,7 +284,7 @@ LLM_COMM_DEVICE void multiply_fp8(float* sums, const uint32_t (&a)[4], const uin
 
 }  // namespace tiles
 
-// A warp has 16 outputs; where a box has 8 more, twice the same.
+// A warp computes 16 outputs. If only 8 rows of the tile are left, it computes them twice.
 template <FactorType F, uint32_t N>
 LLM_COMM_DEVICE void multiply_boxes(float (&sums)[N], Box outputs, uint32_t output_rows, Box tokens) {
   const uint32_t lane = thread_index() % kWarpThreads;

@@ -1,7 +1,7 @@
-// Emulator definitions of the platform contract (platform.cuh): a GPU thread is a fiber of the executor, peer
-// memory is memory that other emulated GPUs map too. Every access to shared memory passes through this file: under the
-// driver "processes" it is an access of the CPU, under the deterministic one (LLM_COMM_DETERMINISTIC) it goes to a
-// model of weak memory that delays, reorders and tears it.
+// Emulator definitions of the platform contract (platform.cuh). A GPU thread is a fiber of the executor. Peer memory is
+// memory that other emulated GPUs map too. Every access to memory that threads share passes through this file. Under
+// the driver "processes" it is an access of the CPU. Under the deterministic driver (LLM_COMM_DETERMINISTIC) it is an
+// access to a model of weak memory, which delays, reorders and tears it.
 #pragma once
 
 #include <array>
@@ -21,7 +21,7 @@ namespace llm_comm::inline LLM_COMM_TARGET {
 
 namespace emulator {
 
-// What a running fiber knows of itself. The executor sets it before it resumes a fiber.
+// Identity of a running fiber. The executor sets it before it resumes the fiber.
 struct ThreadContext {
   uint32_t thread_index;
   uint32_t block_index;
@@ -29,18 +29,20 @@ struct ThreadContext {
   uint32_t block_count;
   uint32_t cluster_blocks;
   void* shared_memory;
-  void* const* cluster_shared_memory;  // of each block of the cluster
+  void* const* cluster_shared_memory;  // one pointer per block of the cluster
 };
 
 const ThreadContext& self();
-// Suspends this fiber until every unfinished fiber of its block has called it.
+// Suspends this fiber until every unfinished fiber of its block has called block_barrier().
 void block_barrier();
-// Suspends this fiber until every unfinished fiber of its warp has called it; returns what fiber `lane` passed.
+// Suspends this fiber until every unfinished fiber of its warp has called warp_exchange(). Returns the value of fiber
+// `lane`.
 float warp_exchange(float value, uint32_t lane);
-// Counts this fiber in; wait suspends it until every unfinished fiber of its cluster has been counted.
+// Two halves of a cluster barrier: arrive counts this fiber; wait suspends it until every unfinished fiber of its
+// cluster has arrived.
 void cluster_barrier_arrive();
 void cluster_barrier_wait();
-// Suspends this fiber after a poll that found nothing; the executor runs others first.
+// Suspends this fiber after a failed poll; the executor runs others first.
 void yield();
 
 }  // namespace emulator
@@ -77,7 +79,7 @@ LLM_COMM_DEVICE bool any_lane(bool holds) {
 LLM_COMM_DEVICE void cluster_arrive_relaxed() { emulator::cluster_barrier_arrive(); }
 LLM_COMM_DEVICE void cluster_wait() { emulator::cluster_barrier_wait(); }
 
-// The block of the cluster whose shared memory holds what corresponds to `address` here.
+// Address in block `block` of the cluster that corresponds to `address` in this block's shared memory.
 template <class T>
 LLM_COMM_DEVICE T* in_block(T* address, uint32_t block) {
   const auto& thread = emulator::self();
@@ -94,8 +96,8 @@ LLM_COMM_DEVICE uint32_t of_first_in_cluster(uint32_t* address) {
   return value;
 }
 
-// Phases that are over in the upper half; in the lower one bytes to come, more by kDeliveryUnexpected until they are
-// expected. The threads of a cluster are fibers of one OS thread.
+// Layout of a delivery word: upper half, completed phases; lower half, bytes to come, plus kDeliveryUnexpected until
+// delivery_expect() is called. Plain accesses suffice because the threads of a cluster are fibers of one OS thread.
 inline constexpr uint64_t kDeliveryUnexpected = 1 << 20;
 
 LLM_COMM_DEVICE void count_delivery(uint64_t* delivery, uint64_t change) {
@@ -130,13 +132,13 @@ LLM_COMM_DEVICE void delivery_wait(uint64_t* delivery, uint32_t parity) {
 namespace emulator {
 
 enum class Order { kWeak, kRelaxed, kAcquire, kRelease };
-// By which of its addresses memory is accessed: that of the rank that it belongs to, or the one of all ranks.
+// Address through which memory is accessed: the owner's mapping, or the multicast mapping of all ranks.
 enum class Alias { kOwn, kMulticast };
 
-// Accesses of the running fiber; defined in accesses.cpp. `unit`: how many bytes, 4 or 8, are read or written as one.
+// Accesses of the running fiber; defined in accesses.cpp. `unit`: bytes that are read or written atomically, 4 or 8.
 void load(const void* address, void* to, uint32_t bytes, uint32_t unit, Order order, Alias alias = Alias::kOwn);
 void store(void* address, const void* from, uint32_t bytes, uint32_t unit, Order order, Alias alias = Alias::kOwn);
-// Read-modify-write of 4 or 8 bytes. Returns what was there; stores update(what was there).
+// Read-modify-write of 4 or 8 bytes. Returns the old value and stores update(old value).
 uint64_t modify(void* address, uint32_t bytes, uint64_t (*update)(uint64_t found, const void* arguments),
                 const void* arguments, Alias alias = Alias::kOwn);
 void fence();
@@ -243,7 +245,7 @@ LLM_COMM_DEVICE uint64_t clock_ns() { return emulator::virtual_clock_ns(); }
 
 #else  // the driver "processes"
 
-// Launches of an emulated GPU run one after the other.
+// Launches of an emulated GPU never overlap.
 LLM_COMM_DEVICE void grid_dependency_trigger() {}
 LLM_COMM_DEVICE void grid_dependency_wait() {}
 LLM_COMM_DEVICE void grid_dependency_wait_after(uint64_t) {}
@@ -310,7 +312,8 @@ void store_packets_release(void* address, const Line (&packets)[Packets]) {
   }
 }
 
-// ThreadSanitizer knows no fences. It misses nothing: the blocks of a rank, which are ordered by them, are fibers of one thread.
+// ThreadSanitizer does not support fences. Leaving the fence out hides no race: it orders blocks of a rank, which are
+// fibers of one OS thread.
 LLM_COMM_DEVICE void fence_system() {
 #ifdef __SANITIZE_THREAD__
   __atomic_signal_fence(__ATOMIC_SEQ_CST);
@@ -353,20 +356,20 @@ LLM_COMM_DEVICE void load_line_relaxed_if(bool is_wanted, const void* address, L
   if (is_wanted) line = load_line_relaxed(address);
 }
 
-// A failed poll gives way to other ranks, which may take a scheduler's tick.
+// Small, because a failed poll yields to other ranks, which may take a scheduler tick.
 inline constexpr uint32_t kPollsPerCheck = 4;
 
 LLM_COMM_DEVICE void spin_hint() { emulator::yield(); }
 
 LLM_COMM_DEVICE float bits_to_float(uint32_t bits) { return std::bit_cast<float>(bits); }
 
-// Arithmetic of a GPU returns one NaN, 0x7FFFFFFF, where a CPU passes payloads on; all targets must agree on
-// the bits.
+// Converts every NaN to 0x7FFFFFFF, as GPU arithmetic does. A CPU would pass the payload on, and all targets must agree
+// on the bits.
 LLM_COMM_DEVICE uint32_t float_to_bits(float value) {
   return std::isnan(value) ? 0x7FFFFFFFu : std::bit_cast<uint32_t>(value);
 }
 
-// In integers: not every C++20 compiler has a type for fp16 (GCC 11).
+// In integer arithmetic: GCC 11 has no fp16 type in C++20.
 LLM_COMM_DEVICE float fp16_to_float(uint16_t bits) {
   const uint32_t sign = (bits & 0x8000u) << 16;
   const uint32_t rest = bits & 0x7FFFu;

@@ -1,8 +1,10 @@
-// NVLink multicast of emulated GPUs (platform.cuh): loops over the memories of all ranks, in an order that is drawn for each access.
-// A switch promises none: not in which it adds, nor when what it forwards arrives where. Sums are made in fp32 and rounded once.
+// NVLink multicast of emulated GPUs (platform.cuh). Each access loops over the memories of all ranks in a random order,
+// because a real switch guarantees no order: neither of its additions, nor of the arrival of what it forwards. Sums are
+// accumulated in fp32 and rounded once.
 //
-// Under the driver "processes" other threads and ranks go on between the stores to two of the memories. Under the deterministic one
-// each store has delays, and is torn, on its own, and every access goes through the alias (weak_memory.h).
+// Under the driver "processes" other threads and ranks may run between the stores to two memories. Under the
+// deterministic driver each store is delayed and torn separately, and every access uses the multicast alias
+// (weak_memory.h).
 #pragma once
 
 #include "llm_comm/platform_emulator.h"
@@ -11,10 +13,10 @@ namespace llm_comm::inline LLM_COMM_TARGET {
 
 namespace emulator {
 
-// A number below `bound`, from the seed of the schedule or of the rank's executor. Called by a GPU thread.
+// Random number below `bound`, from the seed of the schedule or of the rank's executor. Called by a GPU thread.
 uint32_t draw_below(uint32_t bound);
 
-// The ranks in any order.
+// The ranks in a random order.
 struct DrawnRanks {
   static constexpr uint32_t kMost = 16;
   uint32_t rank[kMost];
@@ -28,7 +30,7 @@ struct DrawnRanks {
   }
 };
 
-// Of one of the memories, through the mapping of all.
+// Accesses to one of the memories through the multicast alias.
 #if defined(LLM_COMM_DETERMINISTIC)
 inline Line load_by_switch(const char* address) {
   Line line;
@@ -104,7 +106,8 @@ LLM_COMM_DEVICE void multicast_add_relaxed(const MulticastPlace& place, uint64_t
   emulator::add_everywhere(place, n);
 }
 
-// A release is a fence and what follows it (PTX ISA, "Release and Acquire Patterns"); fence_system() is the stronger kind.
+// A release is a fence followed by the access (PTX ISA, "Release and Acquire Patterns"). fence_system() is stronger
+// than needed.
 LLM_COMM_DEVICE void multicast_add_release(const MulticastPlace& place, uint32_t n) {
   fence_system();
   emulator::add_everywhere(place, n);

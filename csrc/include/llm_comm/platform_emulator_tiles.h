@@ -1,5 +1,5 @@
-// Emulator definitions of tiles.cuh. A fetch is done when it is asked for, by the first lane, and each thread computes its sums in
-// plain code. Boxes lie row by row.
+// Emulator definitions of the tile contract (tiles.cuh). The first lane performs a fetch when it is requested. Each
+// thread computes its sums in plain code. The rows of a tile lie one after the other, without a swizzle.
 #pragma once
 
 #include "llm_comm/factor.cuh"
@@ -25,7 +25,8 @@ LLM_COMM_DEVICE T* pointer_to(SharedPlace place) {
 
 LLM_COMM_DEVICE bool is_first_lane() { return thread_index() % kWarpThreads == 0; }
 
-// Phases that are over, arrivals of a phase, and arrivals that this one still wants, 16 bits each.
+// Barrier word: completed phases from bit 32, arrivals per phase from bit 16, arrivals missing in this phase from bit
+// 0.
 LLM_COMM_DEVICE void barrier_init(SharedPlace barrier, uint32_t arrivals) {
   if (is_first_lane()) *pointer_to<uint64_t>(barrier) = uint64_t{arrivals} << 16 | arrivals;
 }
@@ -78,7 +79,7 @@ LLM_COMM_DEVICE void multiply_end() {}
 template <uint32_t Groups, uint32_t N>
 LLM_COMM_DEVICE void multiply_wait(float (&)[N]) {}
 
-// Products are exact in fp32, those of FP8 too. Unlike on GPUs, so are sums but for their rounding to fp32.
+// Products are exact in fp32, also those of FP8. Sums are rounded to fp32 only; GPUs accumulate FP8 with fewer bits.
 template <FactorType F, uint32_t N>
 LLM_COMM_DEVICE void multiply_boxes(float (&sums)[N], Box outputs, uint32_t output_rows, Box tokens) {
   const uint32_t thread = thread_index() % kTeamThreads;

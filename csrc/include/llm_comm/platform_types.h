@@ -1,8 +1,7 @@
-// Types that every platform header shares.
+// Basic types and macros of all platform headers. Host and device code include it.
 #pragma once
 
-// A binary may hold a kernel for a GPU and for the emulator. The namespace keeps the linker from taking one
-// for the other.
+// A binary may hold the same kernel for a GPU and for the emulator. The inline namespace gives them different symbols.
 #if defined(LLM_COMM_DETERMINISTIC)
 #define LLM_COMM_TARGET deterministic  // the emulator's second driver; LLM_COMM_EMULATOR is defined too
 #elif defined(LLM_COMM_EMULATOR)
@@ -11,7 +10,7 @@
 #define LLM_COMM_TARGET cuda
 #endif
 
-// Before a function that host and kernels share.
+// Prefix of a function that host and kernels share.
 #if defined(__CUDACC__)
 #define LLM_COMM_HOST_DEVICE __host__ __device__
 #else
@@ -19,7 +18,7 @@
 #endif
 
 #if defined(__CUDACC_RTC__)
-// NVRTC has no standard headers, and where those of CUDA lie depends on the toolkit.
+// NVRTC has no standard headers, and the location of CUDA's own headers depends on the toolkit.
 #if !defined(offsetof)
 #define offsetof(type, member) reinterpret_cast<unsigned long>(&static_cast<type*>(nullptr)->member)
 #endif
@@ -34,7 +33,7 @@ static_assert(sizeof(uint64_t) == 8, "the types of Linux");
 #else
 #include <cstddef>
 #include <cstdint>
-#define LLM_COMM_HOST  // before a function of the host in a header for kernels: NVRTC takes no other than those of the device
+#define LLM_COMM_HOST  // prefix of a host function in a header for kernels; NVRTC accepts device functions only
 namespace llm_comm {
 using std::uint16_t;
 using std::uint32_t;
@@ -47,17 +46,17 @@ namespace llm_comm::inline LLM_COMM_TARGET {
 
 inline constexpr uint32_t kWarpThreads = 32;
 
-// The unit of traffic: the widest access of a GPU thread.
+// Unit of traffic: the widest access of a GPU thread.
 struct alignas(16) Line {
   uint32_t word[4];
 };
 
-// A place that several memories have, and that NVLink multicast reaches in all of them by one address.
+// A range that exists in several memories and that NVLink multicast reaches by one address.
 struct MulticastPlace {
-  char* all;          // where the mapping of all memories as one begins; where the switch is emulated only a flag
-  char* const* each;  // where each begins, as this GPU maps it: what an emulated switch goes by
-  uint32_t count;     // memories
-  uint64_t offset;    // of the place, in all of them
+  char* all;          // base of the multicast mapping; with an emulated switch only non-null
+  char* const* each;  // base of each memory, as this GPU maps it; used by the emulated switch
+  uint32_t count;     // number of memories
+  uint64_t offset;    // offset of the range in each memory
 };
 
 }  // namespace llm_comm::inline LLM_COMM_TARGET

@@ -1,19 +1,23 @@
-// PortChannel: a thread of a GPU asks a proxy on the host to move data to one peer (MSCCL++, arXiv 2504.09014). In a node copy
-// engines do that: they take no multiprocessor, and carry more than stores of a kernel.
+// PortChannel: a GPU thread asks a proxy on the host to move data to one peer (MSCCL++, arXiv 2504.09014). Within a
+// node copy engines move the data: they use no SM and reach a higher bandwidth than stores of a kernel. PortFifo
+// carries the requests of port algorithms and of HeapPortChannel (channels.cuh), which DSL and user kernels use.
+// PortChannel serves node_exchange.cuh.
 //
-//   put(destination, source, bytes)   bytes of this rank's memory to an offset in the peer's workspace, later
-//   signal(semaphore, value)          the peer's wait() for the value, or one before it, ends when all that this thread has put to
-//                                     the peer before is there
-//   put_with_signal(...)              both, as one request
-//   flush()                           returns when all that this thread has asked for has been done, to this peer. Before it, or
-//                                     before a word of the peer that says the same, the source of a put must not change
-//   wait(semaphore, value)            for a signal of the peer. Reads behind it find what the peer had put before
+//   put(destination, source, bytes)  copies bytes of this rank's memory to an offset in the peer's workspace, later
+//   signal(semaphore, value)         the peer's wait() for this or a lower value returns once everything that this
+//                                    thread has put to that peer has arrived
+//   put_with_signal(...)             both, as one request
+//   flush()                          returns when all requests of this thread for this peer are complete. Until then,
+//                                    or until a word from the peer confirms arrival, the source of a put must not
+//                                    change
+//   wait(semaphore, value)           waits for a signal of the peer; later reads see what the peer put before it
 //
-// Values of one semaphore only grow. They are the caller's, so that nothing is counted or reset here: a CUDA graph can be replayed
-// if they follow from device memory, as the number of an operation does.
+// The values of a semaphore must only grow. The caller chooses them, so nothing is counted or reset here. A CUDA graph
+// can be replayed if the values derive from device memory, for example from the operation number.
 //
-// Every wait is bounded, that for a place in the FIFO too; false: it was aborted. A request may be made by any thread. What its
-// block has written before a block_sync() is put as well: a request is a release, which the proxy acquires.
+// Every wait is bounded, including the wait for a free ring entry; false means that it was aborted. Any thread may make
+// a request. The request is a release, which the proxy acquires: it also covers what the block wrote before a
+// block_sync().
 #pragma once
 
 #include "llm_comm/line.cuh"
@@ -28,7 +32,7 @@ LLM_COMM_DEVICE PortState* port_state(const DeviceComm& comm, uint32_t rank) {
 // Offset of the staging memory in a workspace.
 LLM_COMM_DEVICE uint64_t staging_offset(const DeviceComm& comm) { return kHeaderBytes + kSlots * comm.slot_bytes; }
 
-// `wait(poll)`: a bounded wait, false if it was aborted.
+// Request ring as GPU threads use it. `wait(poll)`: a bounded wait that returns false if it was aborted.
 class PortFifo {
  public:
   LLM_COMM_DEVICE explicit PortFifo(const DeviceComm& comm) : comm_(comm), state_(port_state(comm, comm.rank)) {}
@@ -49,7 +53,7 @@ class PortFifo {
  private:
   template <class Wait>
   LLM_COMM_DEVICE bool write(uint64_t position, const PortRequest& request, Wait wait) const {
-    // A thread that sees host memory tells the others: it is far away.
+    // The tail lies in host memory, which is slow to read. A thread that reads it publishes the value in device memory.
     const uint64_t entries = uint64_t{1} << comm_.port_entries_log2;
     if (position - load_relaxed(&state_->tail) >= entries) {
       const bool is_free = wait([&] {
@@ -60,7 +64,7 @@ class PortFifo {
       if (!is_free) return false;
     }
     constexpr uint32_t kPackets = kWordsOfPortRequest / 2;
-    // port_flag() and port_entry_offset() are for the host.
+    // The host has port_flag() and port_entry_offset() for this.
     const uint32_t flag = static_cast<uint32_t>(position >> comm_.port_entries_log2) + 1;
     auto* const entry = reinterpret_cast<PortEntry*>(comm_.ports + 1) + (position & (entries - 1));
     const auto low = [](uint64_t value) { return static_cast<uint32_t>(value); };
@@ -80,7 +84,8 @@ class PortFifo {
   PortState* state_;
 };
 
-// A bounded wait for the peer of a channel, as PortFifo takes it. Not a lambda: NVRTC takes no generic ones.
+// Bounded wait for the peer of a channel, as PortFifo takes it. A struct and not a lambda, because NVRTC rejects
+// generic lambdas.
 struct PortWait {
   const DeviceComm& comm;
   WaitSite site;

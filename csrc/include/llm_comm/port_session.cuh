@@ -1,21 +1,22 @@
-// One operation over port channels as one block sees it, which exchanges chunks with the blocks of the same number on the other
-// ranks:
+// PortSession: one block's view of an operation over port channels. The port algorithms use it to exchange chunks with
+// the block of the same number on every other rank:
 //
 //   PortSession session(comm, kind, bytes, block, incomplete);
 //   session.wait_for_grids_before();
 //   session.begin();                                   // all threads
 //   session.for_each_peer([&](uint32_t peer) { ... session.put(...), session.signal(...), session.wait...() ... });
 //
-// Data goes by the proxy, step by step; that a step has come is told by a word which the proxy of the sender writes behind the
-// data. What a block has done with it is told by the block itself, by a store to the peer (the words of HB sessions). Both
-// hold the number of the operation and a step, as in hb_session.cuh: nothing is re-armed or counted, and a wait may find a later
-// step, of this operation or of the next.
+// Two kinds of words order the steps. The sender's proxy writes an arrival word after the data of a step. The receiving
+// block stores a signal word to the peer when it has consumed a step (the signal words of HB sessions). Both hold the
+// operation number and the step, as in hb_session.cuh: nothing is reset, and a wait may read a later step or the next
+// operation.
 //
-// Words of one sender and hop lie side by side, by block. So do the chunks of one step (port_chunks.cuh): what the blocks of a grid
-// ask for at about the same time, the proxy does as one (host/port_batch.h).
+// Words of one sender and hop are adjacent, ordered by block, and so are the chunks of one step (port_chunks.cuh). The
+// proxy merges requests that the blocks of a grid make at about the same time (host/port_batch.h).
 //
-// The halves of the staging memory and their rules are those of hb_session.cuh. That a put is done later, by others, changes
-// nothing: who puts may write to the memory from that moment until the peer has said that it has taken the data.
+// Staging memory and its rules H1 and H2 are those of hb_session.cuh. A put runs later and on another engine, but the
+// rules do not change: a put may write the destination from the request until the peer signals that it has consumed the
+// data.
 #pragma once
 
 #include "llm_comm/port_words.cuh"
@@ -24,7 +25,7 @@ namespace llm_comm::inline LLM_COMM_TARGET {
 
 class PortSession {
  public:
-  // `incomplete`: a word of shared memory.
+  // `incomplete`: one word of shared memory.
   LLM_COMM_DEVICE PortSession(const DeviceComm& comm, OperationKind kind, uint64_t bytes, uint32_t block,
                               uint32_t* incomplete)
       : comm_(comm), op_(comm, kind, bytes), block_(block), incomplete_(incomplete) {}
@@ -35,16 +36,17 @@ class PortSession {
     grid_dependency_trigger();
   }
 
-  // All threads of the block, of which there are at least as many as ranks.
+  // Collective over the block, which has at least one thread per rank.
   LLM_COMM_DEVICE void begin() {
     if (thread_index() == 0) *incomplete_ = 0;
     block_sync();
-    if (!op_.begin()) *incomplete_ = 1;  // threads of a block may get different answers: it goes on as one
+    if (!op_.begin()) *incomplete_ = 1;  // threads may get different results: the block decides as one
     block_sync();
     if (thread_index() == 0) op_.arrive();
   }
 
-  // step(peer) by a thread for each peer, then a barrier of the block. False if a step of this block ever was: leave then.
+  // Calls step(peer) on one thread per peer, then synchronizes the block. Returns false, on all threads, if any step of
+  // this block has ever returned false. The block must then leave the kernel.
   template <class Step>
   LLM_COMM_DEVICE bool for_each_peer(Step step) {
     const uint32_t peer = thread_index();
@@ -53,10 +55,10 @@ class PortSession {
     return *incomplete_ == 0;
   }
 
-  // ---- By the thread of a peer: false if a wait was aborted ----
+  // ---- Called by the thread of a peer. False: a wait was aborted. ----
 
-  // The data of a step, to an offset in the peer's workspace. Hops: 0 alone, or 0 and 1, which halves the blocks that a grid may
-  // have.
+  // Sends the data of a step to an offset in the peer's workspace. `hop`: 0, or 0 and 1 for algorithms of two hops,
+  // whose grids may have half as many blocks.
   LLM_COMM_DEVICE bool put(uint32_t peer, uint64_t destination, const void* source, uint64_t bytes, uint32_t hop,
                            uint32_t step) {
     return push({peer, kPortPut | kPortSignal, reinterpret_cast<uint64_t>(source), destination, bytes,
@@ -66,20 +68,20 @@ class PortSession {
     return wait_for_word(arrival(peer, hop), step, peer, phase);
   }
 
-  // Asks for word of when all that was put to the peer before has left its source.
+  // Requests local completion: the proxy writes a word when all earlier puts to the peer have left their source.
   LLM_COMM_DEVICE bool ask_for_echo(uint32_t peer, uint32_t step) {
     return push({peer, kPortEcho, 0, 0, 0, arrival_offset(comm_.rank, 0), value_of(step)});
   }
-  // In a world of two: of the one peer.
+  // Waits for local completion. All peers share one word, so this works for two ranks only.
   LLM_COMM_DEVICE bool wait_for_echo(uint32_t peer, uint32_t step, uint32_t phase) {
     return wait_for_word(arrival(comm_.rank, 0), step, peer, phase);
   }
 
-  // This block has done a step.
+  // Signals that this block has finished `step`.
   LLM_COMM_DEVICE void signal(uint32_t peer, uint32_t step) const {
     store_release(row().word(comm_, peer, comm_.rank), value_of(step));
   }
-  // Until the peer's block of this number has.
+  // Waits until the peer's block of this number has finished `step`.
   LLM_COMM_DEVICE bool wait_for_step(uint32_t peer, uint32_t step, uint32_t phase) {
     return wait_for_word(row().word(comm_, comm_.rank, peer), step, peer, phase);
   }

@@ -1,4 +1,5 @@
-// Sums in rank order 0..N-1, accumulated in fp32 and rounded once: the one sum of every algorithm of this library.
+// Reduction in rank order 0..N-1, accumulated in fp32 and rounded once. Every algorithm whose ranks add uses these
+// functions, so all of them return the same bits for an element.
 #pragma once
 
 #include "llm_comm/data_type.h"
@@ -6,7 +7,7 @@
 
 namespace llm_comm::inline LLM_COMM_TARGET {
 
-// Storage of an element, and its arithmetic.
+// Storage type and conversions of an element type.
 template <DataType D>
 struct Element;
 
@@ -31,20 +32,20 @@ struct Element<DataType::kFloat32> {
   static LLM_COMM_DEVICE uint32_t round(float value) { return float_to_bits(value); }
 };
 
-// Bytes are moved, never summed.
+// Bytes can be moved but not added.
 template <>
 struct Element<DataType::kByte> {
   using Storage = uint8_t;
 };
 
-// Neighbouring elements that one thread loads, sums and stores together.
+// Adjacent elements that one thread loads, adds and stores together.
 template <DataType D, uint32_t Width>
 struct alignas(sizeof(typename Element<D>::Storage) * Width) Pack {
   typename Element<D>::Storage element[Width];
 };
 
-// Sums packs over World contributions that lie `stride` packs apart, contribution r being rank r's. The sum starts from
-// rank 0's value, not from +0.0, so that -0.0 survives where all ranks hold it.
+// Adds `World` packs that lie `stride` packs apart; pack r is rank r's contribution. The sum starts from rank 0's
+// value, not from +0.0, so that -0.0 survives where all ranks hold it.
 template <DataType D, int World, uint32_t Width>
 LLM_COMM_DEVICE Pack<D, Width> sum_in_rank_order(const Pack<D, Width>* packs, uint32_t stride) {
   using E = Element<D>;
@@ -62,7 +63,7 @@ LLM_COMM_DEVICE Pack<D, Width> sum_in_rank_order(const Pack<D, Width>* packs, ui
   return sums;
 }
 
-// The same for lines in registers, rank r's at [r].
+// Adds lines in registers; contribution[r] is rank r's.
 template <DataType D, int World>
 LLM_COMM_DEVICE Line sum_lines(const Line (&contribution)[World]) {
   using E = Element<D>;
@@ -84,11 +85,11 @@ LLM_COMM_DEVICE Line sum_lines(const Line (&contribution)[World]) {
   return sums;
 }
 
-// The same of rank `rank`'s line and those of the others, in their order.
+// Adds rank `rank`'s own line and the lines of the other ranks, which are given in rank order.
 template <DataType D, int World>
 LLM_COMM_DEVICE Line sum_with_others(uint32_t rank, Line own, const Line (&others)[World - 1]) {
   if constexpr (World == 2) {
-    // The sum of two does not depend on their order.
+    // A sum of two values does not depend on their order.
     return sum_lines<D, 2>({own, others[0]});
   } else {
     Line contribution[World];

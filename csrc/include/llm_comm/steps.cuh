@@ -1,15 +1,16 @@
-// Steps of an operation, of which blocks tell their peers by words (hb_session.cuh has the rules), and the staging memory.
+// Signal words of HB and port operations, which carry an operation number and a step (hb_session.cuh has the rules),
+// and the addresses of staging memory.
 #pragma once
 
 #include "llm_comm/operation.cuh"
 
 namespace llm_comm::inline LLM_COMM_TARGET {
 
-inline constexpr uint32_t kMaxStepsLog2 = 16;  // of an operation
-// A word of a step may be so much larger than that of the step which is waited for.
+inline constexpr uint32_t kMaxStepsLog2 = 16;  // bound on the steps of an operation
+// Bound on how far a signal word may be ahead of the step that is waited for.
 inline constexpr uint64_t kFurthestAhead = uint64_t{2} << kMaxStepsLog2;
 
-// The words by which blocks of one number signal to each other, on all ranks. Made by the range that owns them alone.
+// Signal words of the blocks of one number, on all ranks. Only the signal range that owns them creates a SignalRow.
 class SignalRow {
  public:
   // `block`: below Range::kBlocks, which bounds the grid.
@@ -18,7 +19,7 @@ class SignalRow {
     return SignalRow(Range::kFirst + block);
   }
 
-  // The word in which `sender` tells `receiver` its steps.
+  // The word in receiver's workspace by which `sender` signals its steps.
   LLM_COMM_DEVICE uint64_t* word(const DeviceComm& comm, uint32_t receiver, uint32_t sender) const {
     return reinterpret_cast<uint64_t*>(comm.workspace[receiver] + kSignalsOffset) + row_ * kMaxWorldSize + sender;
   }
@@ -29,10 +30,11 @@ class SignalRow {
   uint32_t row_;
 };
 
-// The value that stands for a step of an operation.
+// Value of the signal word for a step of an operation.
 LLM_COMM_DEVICE uint64_t word_of_step(uint64_t sequence, uint32_t step) { return (sequence << kMaxStepsLog2) + step; }
 
-// Words in which `sender` tells `receiver` no steps: where its output lies, and the last operation whose data it has got.
+// Words from `sender` to `receiver` that are not steps: the symmetric offset of its output, and the last operation
+// whose data it has received.
 LLM_COMM_DEVICE uint64_t* place_word(const DeviceComm& comm, uint32_t receiver, uint32_t sender) {
   return reinterpret_cast<uint64_t*>(comm.workspace[receiver] + kPlacesOffset) + sender;
 }
@@ -40,7 +42,7 @@ LLM_COMM_DEVICE uint64_t* end_word(const DeviceComm& comm, uint32_t receiver, ui
   return reinterpret_cast<uint64_t*>(comm.workspace[receiver] + kEndsOffset) + sender;
 }
 
-// The first line of a half of a rank's staging memory.
+// First line of a half of a rank's staging memory.
 LLM_COMM_DEVICE Line* staging_of(const DeviceComm& comm, uint32_t rank, uint32_t half) {
   const uint64_t half_lines = comm.staging_bytes / (2 * sizeof(Line));
   return reinterpret_cast<Line*>(comm.workspace[rank] + kHeaderBytes + kSlots * comm.slot_bytes) + half * half_lines;

@@ -1,8 +1,9 @@
-// How all ranks come to name the rank that is missing, not one that waits for it as they do.
+// Fault reports ("notes"): how all ranks agree on the rank that is missing. Used by bounded waits (wait.cuh).
 //
-// A rank whose wait expires leaves a note with every rank: whom it waited for. A rank that left a note is alive, so
-// whoever suspects it goes on to the one whom its note names, and so on to a rank without a note. A rank that finds a
-// note in the middle of a wait gives up too, so all end together and none waits for a rank that has given up.
+// A rank whose wait expires stores a fault report at every rank; it names the peer that the rank waited for. A rank
+// that has stored a report is alive. A rank that suspects such a rank therefore follows its report to the next suspect,
+// until it reaches a rank without a report. A waiting rank that finds a report aborts its wait too: all ranks end
+// together, and none waits for a rank that has given up.
 #pragma once
 
 #include "llm_comm/platform.cuh"
@@ -11,16 +12,16 @@ namespace llm_comm::inline LLM_COMM_TARGET {
 
 class Suspicions {
  public:
-  // For waits outside of a communicator: nobody to tell.
+  // For waits outside a communicator: there are no other ranks to report to.
   Suspicions() = default;
 
-  // `workspace`: every rank's, as this rank maps it, with `offset` bytes before `world_size` lines for notes, which are
-  // zero at first.
+  // `workspace`: every rank's workspace, as this rank maps it. The reports are `world_size` lines at `offset`, zero at
+  // first.
   LLM_COMM_DEVICE Suspicions(char* const* workspace, uint64_t offset, uint32_t rank, uint32_t world_size)
       : workspace_(workspace), offset_(offset), rank_(rank), world_size_(world_size) {}
 
-  // Whether a rank has left a note here. `suspect` is then whom one of the notes names, unless they all name this rank,
-  // which is alive: it keeps to whom it waits for itself.
+  // Returns whether any rank has stored a fault report here, and sets `suspect` to a rank that a report names. Reports
+  // that name this rank do not change `suspect`, because this rank is alive.
   LLM_COMM_DEVICE bool find(uint32_t& suspect) const {
     bool found = false;
     LLM_COMM_UNROLL(1)
@@ -32,19 +33,22 @@ class Suspicions {
     return found;
   }
 
-  // Leaves a note with every rank, this one too.
+  // Stores a fault report at every rank, this one included.
   LLM_COMM_DEVICE void tell(uint32_t suspect) const {
     LLM_COMM_UNROLL(1)
     for (uint32_t rank = 0; rank < world_size_; ++rank) store_relaxed(note(rank, rank_), suspect + 1);
   }
 
-  // Follows the notes from `suspect` to a rank that has left none. Where they lead round or back here, which they do when
-  // the first of a rank's waits to expire was for one that waits for the missing rank too, the notes of the others are
-  // followed, and after that the first rank is named that has left no note: whoever has come and waits has left one. If all
-  // have (ranks that wait for each other make different calls), it stays with `suspect`.
+  // Returns the failed peer, in this order:
+  // - Follow the reports from `suspect` to a rank without a report.
+  // - If they lead in a circle or back to this rank, follow the reports of the other ranks. This happens when the first
+  //   wait of
+  // a rank to expire was for a rank that waits for the missing one too.
+  // - Else return the first rank without a report: every rank that waits has stored one.
+  // - If all ranks have reports, because they wait for each other in different calls, return `suspect`.
   //
-  // One call of follow(), not two: a predicate that this takes is one less for what kernels keep across a wait
-  // (docs/experiments/cold_code.md).
+  // follow() is called at one place only: a second call would cost one more predicate register in every kernel that
+  // waits (docs/experiments/cold_code.md).
   LLM_COMM_DEVICE uint32_t culprit(uint32_t suspect) const {
     uint32_t silent = world_size_;
     uint32_t candidate = suspect;
@@ -52,7 +56,7 @@ class Suspicions {
     for (uint32_t rank = 0; rank <= world_size_; ++rank) {
       const uint32_t found = follow(candidate);
       if (found != world_size_) return found;
-      candidate = rank_;  // leads nowhere
+      candidate = rank_;  // follow() returns at once for this rank
       if (rank < world_size_ && !noted_by(rank, candidate) && silent == world_size_) silent = rank;
     }
     return silent != world_size_ ? silent : suspect;
@@ -63,7 +67,7 @@ class Suspicions {
     return reinterpret_cast<uint32_t*>(workspace_[at] + offset_ + by * sizeof(Line));
   }
 
-  // The rank without a note that the notes lead to from `candidate`; world_size_ if there is none.
+  // Follows the reports from `candidate` to a rank without one. Returns world_size_ if there is none.
   LLM_COMM_DEVICE uint32_t follow(uint32_t candidate) const {
     LLM_COMM_UNROLL(1)
     for (uint32_t steps = 0; steps < world_size_ && candidate != rank_; ++steps) {

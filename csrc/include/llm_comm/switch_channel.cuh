@@ -1,30 +1,33 @@
-// SwitchChannel: the NVLink switch adds what lies at one place of all ranks' memory, or stores to that place of all (MSCCL++,
-// arXiv 2504.09014). A handle of a place of the workspaces:
+// SwitchChannel: reductions and broadcasts by the NVLink switch (multimem, NVLS) at one offset of every rank's
+// workspace (MSCCL++, arXiv 2504.09014). The switch algorithms of csrc/optional use it.
 //
-//   SwitchChannel channel(comm, offset);   bytes from where a workspace begins
-//   channel.load_reduce<D>(at)             the sum over all ranks of the 16-byte line at offset + at: in any order, accumulated
-//                                          in fp32 at least, rounded once. Two loads of the same line may give different bits
-//   channel.store(at, line)                the line, in the memory of every rank, this one's included
-//   channel.reduce(at, n)                  adds n to the word there of every rank
+//   SwitchChannel channel(comm, offset);   bytes from the start of a workspace
+//   channel.load_reduce<D>(at)             sum over all ranks of the 16-byte line at offset + at. Any order,
+//                                          accumulated in fp32 at least, rounded once. Two loads of one
+//                                          line may return different bits
+//   channel.store(at, line)                stores the line in every rank's memory, this rank's included
+//   channel.reduce(at, n)                  adds n to the word of every rank
 //
-// `at` is a multiple of 16, of reduce() of the size of n. Only where comm.multicast is set. All are relaxed, at the scope of the
-// system; reduce_release() is a release. Each word of 4 bytes of a line is an access of its own to each of the memories: it arrives
-// at one rank and not yet at another, and without the word beside it.
+// `at` is a multiple of 16; for reduce() a multiple of the size of n. comm.multicast must be set. All accesses are
+// relaxed and of system scope; reduce_release() is a release. Each 4-byte word of a line is a separate access to each
+// memory: it may arrive at one rank earlier than at another, and without its neighbours.
 //
-// Aliases. The multicast mapping is another address of memory that kernels also reach by the address of each rank's workspace. The
-// PTX memory model ("Proxy-preserved base causality order") orders accesses by two addresses of one memory only if an alias proxy
-// fence lies on the causality path between them; it does not matter where on the path, nor in whose thread. So each exchange through
-// a switch has a fence_aliases()
+// Alias fences. The multicast mapping is a second address of memory that kernels also access through each rank's
+// workspace. The PTX memory model ("Proxy-preserved base causality order") orders accesses through two addresses only
+// if an alias proxy fence lies on the causality path between them. Any point of the path and any thread will do. Each
+// exchange through a switch therefore has a fence_aliases():
 //
-//  * between what ranks store plainly and a load_reduce() of it, and between a store() and plain loads of it: before the signal that
-//    tells of either (a release, behind a barrier of the block, so that it is one fence for the whole block);
-//  * between what was stored to a place before, by whatever address, and a store() to it: in the thread that stores, after it has
-//    begun the operation, and so has learnt that the place is free; or before the signals that tell it so.
+// - Between plain stores and a load_reduce() of the data, and between a store() and plain loads of the data: before the
+// signal that announces the data. The signal is a release after a block barrier, so one fence serves the whole block.
+// - Between an earlier store to a place, through either address, and a store() to the same place: in the storing
+//   thread,
+// after it has begun the operation and so knows that the place is free. The fence may also precede the signals that
+// free the place.
 //
-// No fence lies between a store() of LL lines and the polls for them. A poll orders nothing: it returns what was there or what comes,
-// and goes on until it has come, which a fence would not hasten. (The CUDA programming guide, "Use Multicast Mappings",
-// polls a counter like this that all ranks add to through the switch.) What comes first when a line that has been polled is armed again follows from the poll: it has returned what
-// it overwrites.
+// No fence lies between a store() of LL lines and the polls for them. A poll orders nothing: it repeats until the data
+// has arrived, and a fence would not make it arrive earlier. (The CUDA programming guide, "Use Multicast Mappings",
+// polls a counter in the same way, to which all ranks add through the switch.) Resetting a polled line to the sentinel
+// is ordered by the poll itself: the poll has returned the value that the reset overwrites.
 #pragma once
 
 #include "llm_comm/data_type.h"
@@ -50,7 +53,7 @@ class SwitchChannel {
   }
 
   LLM_COMM_DEVICE void store(uint64_t at, Line line) const { multicast_store_line(place(at), line); }
-  // As an LL line (line.cuh): receivers poll for it, each in its own memory.
+  // Stores an LL line (line.cuh). Every receiver polls for it in its own memory.
   LLM_COMM_DEVICE void send(uint64_t at, Line payload) const { store(at, encode_sentinel(payload)); }
 
   template <class T>
@@ -62,7 +65,7 @@ class SwitchChannel {
     multicast_add_release(place(at), n);
   }
 
-  // What `address`, in this rank's workspace, is called here.
+  // Converts an address in this rank's workspace to an offset of this channel.
   LLM_COMM_DEVICE uint64_t at(const void* address) const {
     return static_cast<uint64_t>(static_cast<const char*>(address) - comm_.workspace[comm_.rank]) - offset_;
   }

@@ -1,34 +1,39 @@
-// Products of matrices out of shared memory: a second door to the target, for kernels that fetch boxes of a matrix ahead of their use
-// and multiply them. GPUs have instructions for both, and which depends on the GPU: all of it is behind these names.
+// Tile contract: asynchronous copies of matrix tiles to shared memory and tensor-core products of them. The linear
+// layers use it. Instructions depend on the GPU (TMA or cp.async, wgmma or mma.sync); these names hide them.
 //
-// A box is up to 64 rows, or 256 where they are tokens, and always a multiple of 8. A row of a box is kBoxRowBytes: 64 columns of
-// 2-byte elements, or 128 of FP8. Its place in a row of the matrix is a multiple of that. In shared memory a box begins at a multiple of
-// kBoxAlignment and takes kBoxRowBytes for each row. How it lies there is the target's.
+// A tile ("box") has up to 64 rows, or up to 256 where the rows are tokens, and always a multiple of 8. A tile row has
+// kBoxRowBytes bytes: 64 columns of 2-byte elements or 128 columns of FP8. Tiles start at multiples of kBoxRowBytes in
+// a matrix row. In shared memory a tile starts at a multiple of kBoxAlignment and takes kBoxRowBytes per row. The order
+// of the bytes inside a tile depends on the target.
 //
-// Shared memory      SharedPlace, to which bytes can be added; tile_memory(): where the dynamic shared memory of the block begins, at a
-//                    multiple of kBoxAlignment, for which up to kBoxAlignment are left out; pointer_to<T>(place)
-// Barriers           of threads of a block, in 8 bytes of shared memory: barrier_init(b, n) by all lanes of one warp, behind which
-//                    barrier_init_fence() and, for other warps, a block_sync() stand; barrier_arrive(b): n of these end a phase;
-//                    barrier_wait(b, parity): until the phase of that parity (the first has 0) is over and what was done before its
-//                    arrivals can be read
-// Fetching           by all lanes of one warp, into a stage: the barrier `full` of it counts kFetchArrivals. fetch_begin(full, bytes),
-//                    with the bytes of all boxes of the stage; then fetch_boxes() for each matrix; then fetch_end(full). The phase is
-//                    over when all have come. What is beyond the rows or the columns of the matrix comes as zeros.
-//                    fetch_boxes<parts>(to, matrix, row, box, rows, boxes, full, use): so many boxes of so many rows, neighbours in
-//                    their columns, of which `box` is the first: one behind the other; `use` says whether others will fetch them too.
-//                    A box has as many rows of each part of the matrix, a multiple of 8, from `row` of the part on: first those of
-//                    the first part
-// Multiplying        by a team of kTeamThreads threads, the first one a multiple of them: sums of a box of outputs times a box of
-//                    tokens, in fp32. `sums` has tokens / 2 values in each thread: which, fragment.cuh says. Outputs that the box
-//                    does not have get any value.
-//                    Box: box_at(place), and moved(box, bytes), which takes less time than another box_at().
-//                    Of FP8, GPUs add with fewer bits than fp32 has (docs/linear.md).
-//                    multiply_boxes<type>(sums, outputs, rows of it, tokens) adds to the sums; multiply_end() stands behind a group of
-//                    those. After multiply_wait<n>(sums) all groups but the last n are done, and their boxes may be overwritten; the
-//                    sums may be read after multiply_wait<0>(sums). The order of additions of a value depends on nothing but the
-//                    columns, and the order of the boxes.
-// Warp               same_in_warp(x): x, which is the same in all lanes of this warp, as the compiler is told by it; warp_sync():
-//                    a barrier of the lanes
+// Shared memory   SharedPlace: an address in shared memory, to which bytes can be added. pointer_to<T>(place).
+//                 tile_memory(): dynamic shared memory of the block, rounded up to a multiple of kBoxAlignment.
+// Barriers        mbarriers of the block, 8 bytes of shared memory each.
+//                 barrier_init(b, n): all lanes of one warp; then barrier_init_fence() and, for other warps,
+//                 block_sync().
+//                 barrier_arrive(b): n arrivals complete a phase.
+//                 barrier_wait(b, parity): waits until the phase of that parity is complete and what was done before
+//                 its arrivals is visible. The first phase has parity 0.
+// Fetching        By all lanes of one warp, into a stage whose barrier `full` expects kFetchArrivals arrivals.
+//                 fetch_begin(full, bytes): bytes of all tiles of the stage. Then fetch_boxes() for each matrix, then
+//                 fetch_end(full). The phase of `full` completes when all tiles have arrived.
+//                 fetch_boxes<parts>(to, matrix, row, box, rows, boxes, full, use): copies `boxes` tiles of `rows`
+//                 rows. The tiles are neighbours along the columns, starting at tile `box`, and lie one after the other
+//                 at `to`. Rows and columns beyond the matrix are filled with zeros. `use`: L2 eviction hint.
+//                 With parts > 1 a tile has rows / parts rows of each part of the matrix, a multiple of 8, from row
+//                 `row` of the part on; the rows of the first part come first.
+// Multiplying     By kTeamThreads threads (a warpgroup) whose first index is a multiple of kTeamThreads: a tile of
+//                 outputs times a tile of tokens, accumulated in fp32. Each thread holds tokens / 2 values in `sums`;
+//                 fragment.cuh says which. Outputs beyond the rows of the tile have undefined values.
+//                 Box: box_at(place). moved(box, bytes): cheaper than another box_at().
+//                 For FP8, GPUs accumulate with fewer bits than fp32 has (docs/linear.md).
+//                 multiply_boxes<type>(sums, outputs, output_rows, tokens): adds to the sums. multiply_end(): ends a
+//                 group.
+//                 multiply_wait<n>(sums): waits until all groups but the last n are complete; their tiles may then be
+//                 overwritten. The sums may be read after multiply_wait<0>(sums). The order in which a value is
+//                 accumulated depends only on the columns and on the order of the tiles.
+// Warp            same_in_warp(x): x, which must be the same in all lanes; tells the compiler so. warp_sync(): warp
+//                 barrier.
 #pragma once
 
 #include "llm_comm/fragment.cuh"

@@ -1,6 +1,6 @@
-// Waits that always end. A wait that ends without what it waited for is aborted: its communicator ends on this GPU. It leaves
-// a record that names the peer, and every later operation returns at once, so a stream of queued calls drains in one
-// time-out.
+// Bounded waits, used by every kernel. A wait that does not get what it waits for is aborted, and so is its
+// communicator on this GPU. The abort leaves a record that names the peer. Every later operation returns at once, so a
+// stream of queued calls drains within one time-out.
 #pragma once
 
 #include "llm_comm/suspicion.cuh"
@@ -8,35 +8,35 @@
 
 namespace llm_comm::inline LLM_COMM_TARGET {
 
-// Whether waits end by themselves. Off only in builds that measure what their bound costs (CMake:
-// LLM_COMM_UNBOUNDED_WAITS); there a rank whose peer is gone hangs.
+// False only in builds that measure the cost of bounded waits (CMake: LLM_COMM_UNBOUNDED_WAITS). There a rank hangs if
+// its peer is gone.
 #if defined(LLM_COMM_UNBOUNDED_WAITS)
 inline constexpr bool kBoundedWaits = false;
 #else
 inline constexpr bool kBoundedWaits = true;
 #endif
 
-// What a rank was doing when a wait expired. Each algorithm of the registry has a number of its own: its place there, from 1.
-// All kernels outside of the library share kUser.
+// Operation that a rank was executing when a wait expired. Each algorithm of the registry has its position there as its
+// number, counted from 1. All kernels outside the library share kUser.
 enum class OperationKind : uint32_t { kUser = 0 };
 
-// Phases are numbered by each algorithm, from 0. Before them lies the one in which the ranks compare their calls
+// Each algorithm numbers its phases from 0. kCheckPhase is the phase before them, in which ranks compare their calls
 // (algorithms/check_call.cuh).
 inline constexpr uint32_t kCheckPhase = 0xFFFF;
 
 enum class ErrorCause : uint32_t {
   kTimeout = 0,        // a wait for `peer` expired
-  kMismatch = 1,       // `peer` is about to do something else
-  kConcurrentUse = 2,  // two operations of this rank run at once
-  kPeerExited = 3,     // a wait for `peer`, whose process has exited
-  kNotSymmetric = 4,   // a tensor of `peer` that the others were to access is not in symmetric memory
-  kNoChannel = 5,      // a kernel asked for a channel to `peer` by semaphore `sequence`; there is none
-  kOtherPlace = 6,     // a tensor of `peer` lies elsewhere in symmetric memory than that of rank 0, where it must not
+  kMismatch = 1,       // `peer` called another operation, or the same one with other arguments
+  kConcurrentUse = 2,  // two operations of this rank overlap
+  kPeerExited = 3,     // a wait for `peer` ended because its process has exited
+  kNotSymmetric = 4,   // a tensor of `peer` that other ranks were to access is not in symmetric memory
+  kNoChannel = 5,      // a kernel asked for a channel to `peer` by semaphore `sequence`, which does not exist
+  kOtherPlace = 6,     // a tensor of `peer` has not the symmetric offset of rank 0's, as it must
 };
 
-// Lies in host memory that the device maps.
+// First error of a communicator. Lies in host memory that the device maps.
 struct ErrorRecord {
-  uint32_t complete;  // 1 once all other fields are written
+  uint32_t complete;  // set to 1 after all other fields are written
   uint32_t rank;
   uint32_t peer;
   uint32_t operation;  // OperationKind
@@ -46,38 +46,39 @@ struct ErrorRecord {
   uint64_t bytes;     // of the message
 };
 
-// What a rank is about to do, as far as the ranks have to agree on it. Not the grid: sums do not depend on it, and what it
-// follows from is compared at set-up. Ranks compare all of its words, so it has no gaps.
+// Arguments of a call that all ranks must agree on. The grid is not part of it: results do not depend on the grid, and
+// its inputs are compared at set-up. Ranks compare all words, so the struct has no padding.
 struct CallSignature {
   uint32_t operation;  // OperationKind
   uint16_t data_type;  // DataType
-  uint16_t row;        // elements of a row, for an operation that works by rows; else 0
+  uint16_t row;        // elements of a row, for operations that work on rows; else 0
   uint32_t count;      // elements
-  uint32_t number;     // of the launch, as the host counts them from 1; a replay has that of the captured one
-  uint64_t buffers;    // bit i: buffer i, which is optional, is there
-  uint64_t parameter_bits[kMaxParameters];  // of the operation's parameters, which are of type double
+  uint32_t number;     // call number, counted by the host from 1; a replay has the number of the captured call
+  uint64_t buffers;    // bit i is set if optional buffer i is present
+  uint64_t parameter_bits[kMaxParameters];  // the operation's parameters, which are of type double
 };
 
-// A bit of HostMailbox::end_reasons: all waits of this GPU are to end soon, and all later operations.
+// Bit of HostMailbox::end_reasons. All waits and later operations of this GPU must end.
 inline constexpr uint32_t kAbortRequest = 1u << 31;
 
 struct HostMailbox {
   ErrorRecord error;
-  uint32_t end_reasons;                // set by the host; bit r: waits for rank r, whose process has exited, are to end
-  CallSignature calls[kMaxWorldSize];  // by rank, where the cause is kMismatch
+  uint32_t end_reasons;  // set by the host; bit r: the process of rank r has exited, so waits for it must end
+  CallSignature calls[kMaxWorldSize];  // by rank; valid if the cause is kMismatch
 };
 
 struct WaitBounds {
   HostMailbox* mailbox;
-  uint32_t* aborted;    // device memory: set once a wait of this communicator has been aborted
-  uint32_t* last_poll;  // device memory, zero at first (elect_poller)
-  uint32_t* exited;     // device memory, zero at first: what a poller found in the mailbox: ranks that have exited
+  uint32_t* aborted;    // device memory: set when a wait of this communicator has been aborted
+  uint32_t* last_poll;  // device memory, zero at first: time of the last host poll (elect_poller)
+  uint32_t* exited;     // device memory, zero at first: end_reasons as the last poller read them
   uint64_t timeout_ns;
   Suspicions suspicions = {};
 
-  // Elects one thread a millisecond (a thousandth of the time-out, if that is shorter) to read host memory for what ends all
-  // waits of this GPU. If all threads that wait read it, one after the other, the reads would take longer than the peers poll
-  // before they read it too: one late peer would make all ranks late for each other (docs/experiments/late_rank.md).
+  // Elects one thread per millisecond to read end_reasons in host memory. With time-outs below a second the interval is
+  // a thousandth of the time-out. If every waiting thread read host memory, the reads would queue up for longer than
+  // the peers poll before they read it too: one late peer would make all ranks late for each other
+  // (docs/experiments/late_rank.md).
   LLM_COMM_DEVICE bool elect_poller(uint64_t now) const {
     uint32_t shift = 20;
     LLM_COMM_UNROLL(1)
@@ -88,7 +89,7 @@ struct WaitBounds {
   }
 };
 
-// Identity of a wait, for the record.
+// Identity of a wait, for the error record.
 struct WaitSite {
   uint32_t rank;
   OperationKind operation;
@@ -96,12 +97,12 @@ struct WaitSite {
   uint64_t bytes;
 };
 
-// Ends the communicator on this GPU. True for the first one to call it, which is the one to report.
+// Fails the communicator on this GPU. Returns true to the first caller, which must then report the error.
 LLM_COMM_DEVICE bool abort_communicator(const WaitBounds& bounds) {
   return compare_and_swap(bounds.aborted, 0u, 1u) == 0u;
 }
 
-// After abort_communicator().
+// Call only after abort_communicator() returned true.
 LLM_COMM_DEVICE void report_error(const WaitBounds& bounds, const WaitSite& site, ErrorCause cause, uint32_t peer,
                                   uint32_t phase) {
   ErrorRecord& record = bounds.mailbox->error;
@@ -115,12 +116,13 @@ LLM_COMM_DEVICE void report_error(const WaitBounds& bounds, const WaitSite& site
   store_release(&record.complete, 1u);
 }
 
-// `peer` is whom the wait was for, or whom a note names.
+// Fails the communicator and reports the failed peer. `peer`: the rank that the wait was for, or that a fault report
+// names.
 LLM_COMM_DEVICE void record_expired_wait(const WaitBounds& bounds, const WaitSite& site, uint32_t peer,
                                          uint32_t phase) {
   if (!abort_communicator(bounds)) return;
   bounds.suspicions.tell(peer);
-  // Time for the notes of ranks whose waits expire now too, unless there is nothing more to find out.
+  // Waits for fault reports of ranks whose waits expire at the same time, unless the cause is already certain.
   const uint64_t grace_ns = bounds.timeout_ns / 16;
   const uint64_t start = clock_ns();
   for (;;) {
@@ -136,30 +138,30 @@ LLM_COMM_DEVICE void record_expired_wait(const WaitBounds& bounds, const WaitSit
   }
 }
 
-// Where a wait stands whose peer is late.
+// State of a wait whose peer is late.
 struct LateWait {
-  uint64_t start;  // of the wait, by clock_ns(), and kPeerHasExited; 0: not looked at yet
+  uint64_t start;  // clock_ns() at the first check, with kPeerHasExited as its last bit; 0: not checked yet
   bool is_aborted;
 };
 
-// The last bit of LateWait::start: the peer's process has exited.
+// Last bit of LateWait::start: the process of the peer has exited.
 inline constexpr uint64_t kPeerHasExited = 1;
 
-// Ends a wait if its bound has expired, another wait of this communicator has, the peer's process has exited, or the host
-// asks to abort.
+// Ends a wait in four cases: its time-out has expired, another wait of this communicator was aborted, the peer's
+// process has exited, or the host requests an abort.
 LLM_COMM_DEVICE LateWait check_wait(uint64_t start, const WaitBounds& bounds, const WaitSite& site, uint32_t peer,
                                     uint32_t phase) {
   const uint64_t now = clock_ns();
   if (start == 0) start = now & ~kPeerHasExited;
   if (load_relaxed(bounds.aborted) != 0) return {start, true};
-  // What a peer that has exited had sent was there when the host learnt of it, and has been polled for since the check
-  // before.
+  // Data from an exited peer has arrived before the host reports the exit, and the polls since the last check have
+  // looked for it. So a second check with the exit bit set means that the data will not come.
   const bool has_expired = (start & kPeerHasExited) != 0 || now - start > bounds.timeout_ns;
   if (has_expired || bounds.elect_poller(now)) {
     const uint32_t reasons = load_relaxed(&bounds.mailbox->end_reasons);
-    // Of all operations, not of this wait alone: this rank ends the operation without what R1 of operation.cuh asks for,
-    // so it must send nothing in later ones. There is nothing to report and no note to leave: the host knows why, and
-    // nobody is missing whom this wait could name.
+    // The host's request fails the whole communicator, not only this wait. This rank leaves the operation without what
+    // R1 of operation.cuh requires, so it must not send in later operations. It writes no error record and no fault
+    // report: the host knows the reason, and no rank is missing.
     if ((reasons & kAbortRequest) != 0) {
       abort_communicator(bounds);
       return {start, true};
@@ -169,18 +171,18 @@ LLM_COMM_DEVICE LateWait check_wait(uint64_t start, const WaitBounds& bounds, co
       record_expired_wait(bounds, site, suspect, phase);
       return {start, true};
     }
-    // For all threads: this one may wait for another rank.
+    // Publish the reasons: other threads may be waiting for another rank.
     if (reasons != 0) store_relaxed(bounds.exited, reasons);
   }
   return {start | (load_relaxed(bounds.exited) >> peer & kPeerHasExited), false};
 }
 
-// Polls until poll() returns true, or false once check(start), a check_wait(), ends the wait. It is called after every
-// kPollsPerCheck failed polls only: a wait that the peer answers in time reads no clock and no abort word.
+// Polls until poll() returns true. Returns false if check(start), a check_wait(), ends the wait. The check runs after
+// every kPollsPerCheck failed polls, so a wait that is answered in time reads neither the clock nor the abort word.
 //
-// The loop of polls has one exit: a jump out of it at every poll takes longer. Where kernels wait, the check is a function
-// that is called. Inlined, its instructions would lie between the loop and what comes next, and be fetched for nothing
-// (docs/experiments/cold_code.md has the figures of both).
+// The polling loop has a single exit because a second exit in every poll is slower. In kernels the check is a function
+// call. Inlined, its instructions would lie between the loop and the code after it and be fetched for nothing
+// (docs/experiments/cold_code.md).
 template <class Poll, class Check>
 LLM_COMM_DEVICE bool poll_until(Poll poll, Check check) {
   if constexpr (!kBoundedWaits) {

@@ -1,4 +1,4 @@
-// For tests: what the library would choose on devices that are not there. The library for GPUs does not export it.
+// Test hook: the library's choice for devices that are not present. The GPU library does not export it.
 #include <algorithm>
 #include <cstring>
 #include <exception>
@@ -10,8 +10,8 @@
 using namespace llm_comm;        // NOLINT: a C function
 using namespace llm_comm::nccl;  // NOLINT
 
-// Writes "<table>|<algorithm>|<protocol>|<blocks>|<tile_lines>|<cluster>|<depth>|<launch_units>", or "declined|<why>". `path`: option
-// table, or "". `operation`: 0 all-reduce, 1 all-gather, 2 reduce-scatter.
+// Writes "<table>|<algorithm>|<protocol>|<blocks>|<tile_lines>|<cluster>|<depth>|<launch_units>", or "declined|<why>",
+// or "error|<message>". `path`: option table, or "". `operation`: 0 all-reduce, 1 all-gather, 2 reduce-scatter.
 extern "C" __attribute__((visibility("default"))) void llm_comm_nccl_choice(const char* path, const char* device,
                                                                             uint32_t world, const Limits* limits,
                                                                             int operation, int type, uint64_t count,

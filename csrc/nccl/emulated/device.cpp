@@ -1,4 +1,4 @@
-// Emulated GPUs: host memory, and streams that are not looked at.
+// Emulated GPUs: host memory; streams are ignored.
 #include <cstdlib>
 #include <cstring>
 #include <new>

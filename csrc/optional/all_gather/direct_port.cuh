@@ -1,13 +1,15 @@
-// All-gather of symmetric outputs by copy engines (PortChannel): every rank has its part copied to where it belongs in the output of
-// each peer, as one copy, and copies it to its own output meanwhile.
+// All-gather of symmetric outputs by copy engines (PortChannel): every rank copies its shard to its position in the
+// output of each peer, with one copy per peer, and stores it to its own output meanwhile.
 //
-// One hop, (N-1)/N of the output sent by each rank, and nothing is copied twice. A copy engine carries more than the stores of a
-// kernel, but only in large copies, so one copy a peer is all it gets. And it begins late, when a thread of the host has seen the
-// request. Until then the blocks store the head of the part to the peers, which the copy leaves out. The input is any tensor, the
-// output lies in the symmetric heap on every rank (direct.cuh, with the argument why it may be written, and is whole at the end).
+// One hop. Each rank sends its shard to N-1 peers, and nothing is staged. A copy engine reaches a higher bandwidth than
+// stores of a kernel, but only in large copies; hence one copy per peer. It starts late, after a host thread has seen
+// the request. Until then the blocks store the head of the shard to the peers, and the copy leaves the head out. The
+// input may be any tensor; the output is in symmetric memory on every rank. direct.cuh proves that the outputs may be
+// written and that they are complete at the end.
 //
-// Block 0 talks to the proxy. What direct.cuh says of accesses holds for what the proxy does: a rank has done its work when the parts
-// of all peers have come. So when all ranks have done theirs, all that this rank has put has left its input.
+// Block 0 makes the requests to the proxy. The proof covers the proxy's accesses too: a rank has finished its work only
+// when the shards of all peers have arrived. When all ranks have finished, everything that this rank has put has left
+// its input.
 #pragma once
 
 #include "algorithms/all_gather/operation.cuh"
@@ -81,7 +83,8 @@ struct AllGatherDirectPort : Direct<AllGatherDirectPort> {
     return &all_gather_direct_port<D, World>;
   }
 
-  // A copy engine would take rows one by one. Parts may begin anywhere.
+  // A copy engine would copy each row separately, so only single-row shards are supported. Shards may begin at any
+  // address.
   static constexpr const char* kServed = "copy engines take parts that lie in one piece: dim must be 0";
   static bool is_served(const Problem& problem) { return problem.parameter[kRows] == 1; }
 

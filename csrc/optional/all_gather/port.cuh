@@ -1,8 +1,8 @@
-// All-gather over port channels: copy engines bring every rank's part, chunk by chunk, to the staging memory of all others, where a
-// few blocks put it where it belongs.
+// All-gather over port channels: copy engines bring every rank's shard, chunk by chunk, to the staging memory of all
+// peers, where a few blocks copy it to its position.
 //
-// One hop; exchange_chunks() says why buffers, sources and the staging memory are safe to use. A part that is shorter than the
-// largest one ends with chunks without lines: nobody sends or waits for those.
+// One hop. exchange_chunks() explains why buffers, sources and staging memory are safe to use. The last chunks of a
+// short shard are empty: no rank sends them or waits for them.
 #pragma once
 
 #include "algorithms/all_gather/operation.cuh"

@@ -1,5 +1,6 @@
-// All-gather by push through the NVLink switch: every rank stores its part, chunk by chunk, once, to the staging memory of all ranks,
-// which put it where it belongs (step_pipeline.cuh, switch_chunks.cuh). Its own part it delivers from the input.
+// All-gather by push through the NVLink switch: every rank stores its shard once, chunk by chunk, to the staging memory
+// of all ranks, which copy it to its position (step_pipeline.cuh, switch_chunks.cuh). A rank copies its own shard from
+// the input.
 #pragma once
 
 #include "algorithms/all_gather/push_hb.cuh"

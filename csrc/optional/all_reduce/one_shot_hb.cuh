@@ -1,9 +1,9 @@
-// One-shot all-reduce (1PA, HB, push): every rank stores its whole message, chunk by chunk, to the staging memory of all others, and
-// each sums all of it. Plain stores, one synchronization for each chunk.
+// One-shot all-reduce (1PA, HB, push): every rank stores its whole message, chunk by chunk, to the staging memory of
+// all peers, and reduces all of it. Plain stores, one synchronization per chunk.
 //
-// One hop, N-1 times the message sent by each rank: of two ranks as much as in two hops, so it is for them.
+// One hop; each rank sends N-1 times the message. For two ranks that is as much as in two hops, so it is meant for two.
 //
-// A block sends the message to each peer and sums what has come (step_pipeline.cuh).
+// A block sends the message to each peer and reduces what has arrived (step_pipeline.cuh).
 #pragma once
 
 #include "algorithms/all_reduce/message.cuh"
@@ -12,13 +12,13 @@
 namespace llm_comm::inline LLM_COMM_TARGET {
 
 inline constexpr OperationKind kAllReduceOneShotHB = kKindOf<struct AllReduceOneShotHB>;
-inline constexpr uint32_t kOneShotTeams = 2;  // one sends or stages, one sums
+inline constexpr uint32_t kOneShotTeams = 2;  // one sends, one reduces
 
-// Stage: what a block does with chunk t of the message before it is summed, stage(steps, team, t, message).
+// `stage(steps, team, t, message)`: sends or stages chunk t of the message before it is reduced.
 template <DataType D, int World, class Buffers, class Stage>
 LLM_COMM_DEVICE void one_shot_in_steps(const AllReduceArgs& args, OperationKind kind, Stage stage) {
   const uint32_t block = block_number(args.comm);
-  const uint32_t depth = args.depth < kMinHBDepth ? kMinHBDepth : args.depth;  // it is cut where chunks are few
+  const uint32_t depth = args.depth < kMinHBDepth ? kMinHBDepth : args.depth;  // arguments() may lower it
   const Message<D> message(args);
   HBSession session(args.comm, kind, message.bytes(), SignalRow::of<CommonSignals>(block), shared_memory<Line>());
   const StepPipeline<D, World, Buffers> steps(session, args.comm, block, args.tile_lines, depth, message.lines());
@@ -28,7 +28,7 @@ LLM_COMM_DEVICE void one_shot_in_steps(const AllReduceArgs& args, OperationKind 
             [&](const Team& team, uint32_t t) { steps.sum(team, t, message, message); });
 }
 
-// Where nothing is to be stored.
+// Target for results that need not be stored.
 struct Nowhere {
   LLM_COMM_DEVICE void store(uint32_t, Line) const {}
 };

@@ -1,9 +1,9 @@
-// One-shot all-reduce whose sums the NVLink switch makes: every rank stages its message and has the switch sum all of it.
+// One-shot all-reduce in the NVLink switch: every rank stages its message and loads the whole sum from the switch.
 //
-// One hop, in which each rank sends N x bytes and receives 1 x bytes: it is for messages that are short beside the hop. Each rank's
-// sums are its own, in an order of their own: ranks may get other bits (`ranks_may_differ`).
+// One hop, in which each rank sends N * bytes and receives bytes: for messages that are short compared with the
+// latency. Every rank has its own sums made, in any order, so ranks may get different bits (`ranks_may_differ`).
 //
-// A block stages the message in this rank's memory and has it summed (step_pipeline.cuh, switch_chunks.cuh).
+// A block stages the message in this rank's memory and has the switch reduce it (step_pipeline.cuh, switch_chunks.cuh).
 #pragma once
 
 #include "optional/all_reduce/one_shot_hb.cuh"

@@ -1,23 +1,28 @@
-// All-reduce over port channels: copy engines move the message chunk by chunk, and a few blocks sum.
+// All-reduce over port channels: copy engines move the message chunk by chunk, and a few blocks reduce.
 //
-// Two ranks: one hop. Each sends its whole message to the other's staging memory, and both sum. That is as much for the link as a
-// two-shot with its two hops. exchange_chunks() says why buffers, sources and the staging memory are safe to use. In place, a sum
-// overwrites what may not have been sent yet, so a chunk is summed only when it has left its source too: an echo says so.
+// Two ranks: one hop. Each sends its whole message to the other's staging memory, and both reduce. The traffic is that
+// of a two-shot. exchange_chunks() explains why buffers, sources and staging memory are safe to use. In place, a sum
+// overwrites a source that may not have been sent. A chunk is therefore reduced only after its local completion too.
 //
-// More ranks: two-shot (2PA). In step s a block reduces chunk s of this rank's slice, which the others have scattered to the first
-// half of its staging memory, sends the sum from the output to the second half of all others (gather), and collects chunk s - 1 of
-// the others' slices. Then it says that it has done step s, and scatters chunk s + turns.
+// More ranks: two-shot (2PA). In step s a block
+//   1. reduces chunk s of this rank's slice, which the peers scattered to the first half of its staging memory;
+//   2. sends the sum from the output to the second half of all peers (gather);
+//   3. collects chunk s - 1 of the peers' slices;
+//   4. signals step s, and scatters chunk s + turns.
 //
-// Buffers, with `turns` of them for each sender in each half: chunk s of a slice overwrites chunk s - turns, which the peer has
-// reduced in its step s - turns and collected in step s - turns + 1; there are two turns at least, so both are steps before. H1: a
-// block ends when every peer has done its last step, in which it collects the last chunk: so it has reduced all. H2: sums are sent
-// when a chunk of each peer has come. A rank whose slice has no lines there sends none.
+// Why a buffer may be reused. Each half has `turns` >= 2 buffers for each sender.
+//   - Chunk s of a slice overwrites chunk s - turns. The peer has reduced that in its step s - turns and collected it
+//     in step s - turns + 1; both are earlier steps.
+//   - H1: a block ends when every peer has done its last step, in which it collects the last chunk. So every peer has
+//     reduced all chunks.
+//   - H2: sums are sent only after a chunk of each peer has arrived. A rank without lines in that chunk sends none.
 //
-// In place: what is collected overwrites chunk s - 1 of a slice whose owner has sent the sum of it, so it has received what this
-// rank scattered of it. What is gathered is read from the output until the peer has it, which it has when it has collected it; no
-// later step writes there.
+// Why in-place calls are safe. Collecting chunk s - 1 of a slice overwrites input of this rank. The owner has sent its
+// sum, so it has received this rank's contribution. The gather reads the output until the peer has the data, that is,
+// until the peer has collected it; no later step writes there.
 //
-// R1 of operation.cuh: a block waits for each peer. R2: it uses no slot. P1: it waits for blocks of its own number only.
+// R1 of operation.cuh: a block waits for each peer. R2: no slot is used. P1: it waits for blocks of its own number
+// only.
 #pragma once
 
 #include "algorithms/all_reduce/message.cuh"
@@ -28,7 +33,7 @@ namespace llm_comm::inline LLM_COMM_TARGET {
 
 inline constexpr OperationKind kAllReducePort = kKindOf<struct AllReducePort>;
 
-// Between two ranks.
+// Kernel body for two ranks.
 template <DataType D>
 LLM_COMM_DEVICE void all_reduce_in_one_hop(const AllReduceArgs& args, uint32_t block, PortSession& session) {
   const uint32_t rank = args.comm.rank;

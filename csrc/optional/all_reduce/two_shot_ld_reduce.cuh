@@ -1,11 +1,11 @@
-// Two-shot all-reduce whose sums the NVLink switch makes: every rank has the switch sum a slice of what all have staged, and stores
-// the sum to the memory of all.
+// Two-shot all-reduce in the NVLink switch: every rank has the switch reduce one slice of what all ranks have staged,
+// and stores the sums to the memory of all ranks.
 //
-// Each rank sends (N+1)/N of the message, all of it to the switch and the sums of its slice, and receives as much. Sums are not in
-// rank order (`sums_in_switch`), but each is made once, so all ranks get the same bits.
+// Each rank sends (N+1)/N of the message (its whole message to the switch, and the sums of its slice) and receives as
+// much. Sums are not in rank order (`sums_in_switch`), but each is made once, so all ranks get the same bits.
 //
-// A block stages each slice in this rank's memory, has this rank's slice summed and stored to all, and collects the others'
-// (step_pipeline.cuh, switch_chunks.cuh).
+// A block stages each slice in this rank's memory, reduces this rank's slice, stores it to all, and collects the other
+// slices (step_pipeline.cuh, switch_chunks.cuh).
 #pragma once
 
 #include "algorithms/all_reduce/two_shot_hb.cuh"

@@ -1,21 +1,25 @@
-// Two-shot all-reduce of symmetric outputs (2PA): every rank sums a slice of the message, which the others store to its staging memory
-// (HB, push), and copy engines bring the sums to the outputs of all (PortChannel).
+// Two-shot all-reduce of symmetric outputs (2PA): every rank reduces one slice of the message, which the peers store to
+// its staging memory (HB, push). Copy engines bring the sums to all outputs (PortChannel).
 //
-// Two hops, 2 (N-1)/N of the message sent by each rank; the first is that of two_shot_hb.cuh (step_pipeline.cuh). A slice has two
-// pieces: what all blocks reduce in the first steps, and in the others. The block that ends a piece last has it copied to every peer,
-// as one copy: a copy engine carries more than the stores of a kernel, but only in large copies. The input is any tensor, the output
-// lies in the symmetric heap on every rank, and may be the input.
+// Two hops; each rank sends 2 (N-1)/N of the message. The first hop is that of two_shot_hb.cuh (step_pipeline.cuh). A
+// slice has two pieces: what the blocks reduce in the first steps, and the rest. The block that finishes a piece last
+// requests one copy of it to every peer, because copy engines reach a high bandwidth only in large copies. The input
+// may be any tensor; the output is in symmetric memory on every rank and may be the input.
 //
-// Why the output of a peer may be written: the peer has begun this operation, and what this rank writes there is a piece of its
-// slice, of which the peer has no more to send, as it has all come. A rank ends when the slices of all peers have come and all peers
-// have said that theirs have; so what it has put has left its own output.
+// Why a peer's output may be written:
+//   1. The peer has begun this operation, so earlier users of its output have ended.
+//   2. This rank writes a piece of its own slice. All contributions to the piece have arrived, so the peer sends no
+//      more of it.
+//   3. A rank ends when all peers' slices have arrived here and all peers have said the same. So everything that it has
+//      put has left its own output.
 //
-// Where its output is a rank tells each peer in a word, before its first signal. It is read by blocks that end a piece: they have
-// seen what block 0 had seen when it ended its part of it. The next operation may write the word again: this rank has waited for the
-// peer's last word. A rank without a symmetric output says so; then all ranks end with an error that names it.
+// Symmetric offsets. A rank tells each peer the offset of its output in one word, before its first signal. Blocks that
+// finish a piece read the word: they have seen what block 0 had seen when it finished its part of the piece. The next
+// operation may write the word again, because this rank waits for the peer's end word. A rank without a symmetric
+// output sends kNoPlace, and all ranks end with an error that names it.
 //
-// P1 of operation.cuh: blocks wait for those of their number; the one that ends the last piece for those of all ranks that do, when no
-// other block of this rank has anything to wait for.
+// P1 of operation.cuh: blocks wait for blocks of their own number. The block that finishes the last piece also waits
+// for such blocks of all ranks. At that point no other block of this rank waits for anything.
 #pragma once
 
 #include "algorithms/all_reduce/chunked_slices.cuh"
@@ -27,10 +31,11 @@
 namespace llm_comm::inline LLM_COMM_TARGET {
 
 inline constexpr OperationKind kAllReduceTwoShotPort = kKindOf<struct AllReduceTwoShotPort>;
-inline constexpr uint32_t kSumSlicesTeams = 2;  // one scatters, one sums
+inline constexpr uint32_t kSumSlicesTeams = 2;  // one scatters, one reduces
 
-// The two pieces of the slices of a launch. The second one is small: it is scattered while the host sees the request for the first
-// and a copy engine begins; and the engine is still busy with the first when the second has come (docs/experiments/channels.md).
+// The two pieces of a launch's slices. The second one is small. It is scattered while the host sees the request for the
+// first one and a copy engine starts; the engine still copies the first piece when the second is complete
+// (docs/experiments/channels.md).
 class Pieces {
  public:
   LLM_COMM_DEVICE Pieces(uint32_t chunks, uint32_t chunk_lines) : chunks_(chunks) {
@@ -40,10 +45,10 @@ class Pieces {
 
   static constexpr uint32_t kLast = kPieces - 1;
 
-  // Whether a piece ends with chunk t of each block, and which.
+  // ends_with(t): true if a piece ends with chunk t of each block. of(t): that piece.
   LLM_COMM_DEVICE bool ends_with(uint32_t t) const { return t + 1 == steps_ || t + 1 == chunks_; }
   LLM_COMM_DEVICE uint32_t of(uint32_t t) const { return t < steps_ ? 0 : kLast; }
-  // Of a slice of so many lines.
+  // Lines of a piece, in a slice of `slice_lines` lines.
   LLM_COMM_DEVICE uint32_t first_line(uint32_t piece) const { return piece * lines_; }
   LLM_COMM_DEVICE uint32_t lines(uint32_t piece, uint32_t slice_lines) const {
     if (piece == 0) return slice_lines < lines_ ? slice_lines : lines_;
@@ -52,8 +57,8 @@ class Pieces {
 
  private:
   uint32_t chunks_;
-  uint32_t steps_;  // of the first piece
-  uint32_t lines_;  // of the first piece
+  uint32_t steps_;  // steps of the first piece
+  uint32_t lines_;  // lines of the first piece
 };
 
 template <DataType D, int World>
@@ -61,7 +66,7 @@ LLM_COMM_KERNEL(max_hb_threads(kSumSlicesTeams))
 all_reduce_two_shot_port(LLM_COMM_KERNEL_PARAM DirectArgs<AllReduceArgs> args) {
   const uint32_t block = block_number(args.comm);
   const uint32_t rank = args.comm.rank;
-  const uint32_t depth = args.depth < kMinHBDepth ? kMinHBDepth : args.depth;  // it is cut where chunks are few
+  const uint32_t depth = args.depth < kMinHBDepth ? kMinHBDepth : args.depth;  // arguments() may lower it
   const Message<D> message(args);
   const uint32_t lines = message.lines();
   const uint32_t slice = (lines + World - 1) / World;
@@ -77,15 +82,16 @@ all_reduce_two_shot_port(LLM_COMM_KERNEL_PARAM DirectArgs<AllReduceArgs> args) {
   const Pieces pieces(steps.chunks(), args.tile_lines);
   session.wait_for_grids_before(message.precomputed());
   session.begin();
-  // Before the first signal. Not once the communicator has failed: a late peer may be about to use what belongs to the operation
-  // before.
+  // Written before the first signal. Not after the communicator has failed: a late peer may still read the word of the
+  // previous operation.
   if (block == 0 && has_peer && !session.has_ended_early()) {
     store_relaxed(place_word(args.comm, peer, rank), args.places[0]);
   }
 
   const PortWords words(args.comm, 0);
   const auto place_of = [&](uint32_t of) { return load_relaxed(place_word(args.comm, rank, of)); };
-  // By one thread of the block that ends the piece last. Where a rank has no place, all see it when they end.
+  // Called by one thread of the block that finishes the piece last. A missing offset is reported by all ranks at the
+  // end.
   const auto put = [&](uint32_t piece) {
     const uint32_t own = slice_of(rank).lines();
     const uint32_t first = rank * slice + pieces.first_line(piece);
@@ -110,16 +116,16 @@ all_reduce_two_shot_port(LLM_COMM_KERNEL_PARAM DirectArgs<AllReduceArgs> args) {
     const uint32_t u = step - depth;
     if (step < depth || u >= steps.chunks() || !pieces.ends_with(u)) return;
     const uint32_t piece = pieces.of(u);
-    fence_system();  // what the block has summed, before the count
+    fence_system();  // what the block reduced, ordered before the count
     if (count_up(&state_of(args.comm)->summed[piece], block_count() - 1) != block_count() - 1) return;
-    fence_system();  // and the sums of all blocks behind it
+    fence_system();  // and the sums of all blocks, ordered after it
     put(piece);
     if (piece == Pieces::kLast) *ends_last_piece = 1;
   };
   steps.run_and_tell(
       ended, [&](const Team& team, uint32_t t) { steps.stage(team, t, slice_of); },
       [&](const Team& team, uint32_t t) { steps.sum(team, t, slice_of(rank), slice_of(rank)); });
-  // The last piece ends two steps before the last step: a barrier of the block lies behind it.
+  // The last piece ends two steps before the last step, so a barrier of the block follows it.
   if (session.has_ended_early() || *ends_last_piece == 0 || !has_peer) return;
 
   const auto wait = [&](auto poll) { return session.wait_until(poll, peer, kGather); };
@@ -142,7 +148,7 @@ struct AllReduceTwoShotPort : ChunkedSlices<AllReduceTwoShotPort> {
   static constexpr AlgorithmInfo kInfo{
       .name = "two_shot_port", .protocol = "Port", .title = "two-shot all-reduce with copy engines", .symmetric = 0b10};
   static constexpr bool kUsesPorts = true;
-  // Its blocks have signals of their own.
+  // Its blocks use signal words of their own.
   static constexpr Tunables kTunables{
       {{"blocks", 1, SumSlicesSignals::kBlocks}, {"tile_lines", 1, 1u << 16}, {"depth", kMinHBDepth, kMaxDepth}}};
   static constexpr uint32_t kTeams = kSumSlicesTeams;

@@ -1,16 +1,16 @@
-// Two-shot all-reduce (2PA, LL) whose second hop is one store through the NVLink switch: the owner of a slice sums it, in rank order,
-// and stores each sum once, to the memory of all ranks. So it sends (N-1)/N + 1/N x bytes instead of 2 (N-1)/N x bytes, and the
-// result is bitwise that of two_shot.cuh, whose kernel it is.
+// Two-shot all-reduce (2PA, LL) whose second hop is one store through the NVLink switch. The owner of a slice reduces
+// it in rank order and stores each sum once, to the memory of all ranks. It sends (N-1)/N + 1/N times the message
+// instead of 2 (N-1)/N. The kernel is that of two_shot.cuh, and so are the bits of the result.
 //
-// Slot: [sender][line of slice] of phase 0 (scatter), then [owner][line of slice] of phase 1 (gather), for every owner: a store to
-// all ranks hits the owner's slot too, at the same place.
+// Slot layout: [sender][line of slice] of phase 0 (scatter), then [owner][line of slice] of phase 1 (gather) for every
+// owner. A store to all ranks reaches the owner's own slot too, at the same offset.
 //
-// The rules of operation.cuh: R1 as in two_shot.cuh. R2: what is stored to all ranks is received and re-armed on each, by the
-// owner too: it takes its own sums from its slot, so none is still on its way to it when the line is armed.
+// Rules of operation.cuh: R1 as in two_shot.cuh. R2: every rank, the owner included, receives and resets the lines
+// stored to all ranks. The owner takes its own sums from its slot, so none is in flight to it when the line is reset.
 //
-// Aliases (switch_channel.cuh): lines of a slot are armed, and stored by peers in other operations, by the address of the rank's
-// workspace. The threads that store to all ranks fence after they have begun, and so know that the lines are free, and before the
-// first such store. What they wait for meanwhile is on its way.
+// Alias fences (switch_channel.cuh): lines of a slot are reset, and stored by peers in other operations, through the
+// address of the rank's workspace. The threads that store to all ranks fence after they have begun, when they know that
+// the lines are free, and before the first such store. Data that they wait for is in flight meanwhile.
 #pragma once
 
 #include "algorithms/all_reduce/two_shot.cuh"

@@ -1,23 +1,31 @@
-// Two-shot all-reduce + residual add + RMSNorm whose sums the NVLink switch makes: every rank has the switch sum its segment of every
-// row of what all have staged, and stores the sum to the memory of all. All norm all rows. The kernel is that of two_shot.cuh.
+// Two-shot all-reduce + residual add + RMSNorm in the NVLink switch. Every rank has the switch reduce its segment of
+// every row of what all ranks have staged, and stores the sums to the memory of all ranks. Every rank normalizes all
+// rows. The kernel is that of two_shot.cuh.
 //
 // Sums are not in rank order (`sums_in_switch`), but each is made once, so all ranks get the same bits.
 //
-// Tile by tile, a block stages what this rank has of a tile of every segment in this rank's memory, plainly, and signals that to the
-// blocks of its number on the other ranks, by the words of HB (hb_session.cuh): one for each tile. When they have done the same, it
-// has its own tile summed. The sums go as LL lines to the slots of all ranks: [owner][row][line of segment].
+// Steps of a block, tile by tile:
+//   1. It stages this rank's contribution to a tile of every segment in this rank's memory, by plain stores.
+//   2. It signals the tile to the blocks of its number on the other ranks, by the signal words of hb_session.cuh.
+//   3. When they have done the same, it has the switch reduce its own tile. The sums go as LL lines to the slots of all
+//      ranks: [owner][row][line of segment].
 //
-// Staging memory, of which this takes the first half: [owner][row][line of segment]. Each line is used once in an operation. H1: a
-// rank ends only after it has received every sum of every owner, and each was made after the owner had read what all ranks had staged
-// for it. So nobody reads this rank's memory, or that of a peer, any more, and all may stage anew.
+// Staging memory, first half only: [owner][row][line of segment]. Each line is used once in an operation. H1: a rank
+// ends only after it has received every sum of every owner. Each owner made its sums after it had read what all ranks
+// had staged for it. So no rank reads this rank's staging memory, or that of a peer, any longer, and all ranks may
+// stage again.
 //
-// The rules of operation.cuh: R1, a block waits for each peer; R2, every rank receives, and re-arms, all sums, its own too. P1: a
-// block waits for blocks of its number.
+// Rules of operation.cuh:
+//   R1  A block waits for each peer.
+//   R2  Every rank receives and resets all sums, its own included.
+//   P1  A block waits for blocks of its own number.
 //
-// Aliases (switch_channel.cuh): the threads that signal a tile fence before the release. That lies between what is staged by the
-// address of this rank's workspace, behind the block's barrier, and the sums that a switch makes of it, here and elsewhere; and
-// between lines of slots that have been armed, by then, and sums that a peer stores to them: the peer has heard of a tile of this
-// operation first.
+// Alias fences (switch_channel.cuh): the threads that signal a tile fence before the release. This fence lies between
+// - stores to the staging memory through the workspace address (before the block's barrier) and the reduction in the
+//   switch,
+// on any rank;
+// - resets of slot lines and the sums that a peer stores to them: the peer first receives the signal of a tile of this
+//   operation.
 #pragma once
 
 #include "algorithms/all_reduce_add_rms_norm/two_shot.cuh"
@@ -28,13 +36,14 @@ namespace llm_comm::inline LLM_COMM_TARGET {
 
 inline constexpr OperationKind kAllReduceAddRmsNormTwoShotLdReduce = kKindOf<struct AllReduceAddRmsNormTwoShotLdReduce>;
 
-// The first hop of a block. All its threads make all calls.
+// First hop of a block. All threads of the block make every call.
 class SummedBySwitch {
  public:
   static constexpr bool kToAll = true;
   static constexpr bool kIsSummedBySwitch = true;
 
-  // `owner_lines`: that a rank stages for each owner. `incomplete`: zero, or about to be: set once there is a tile without a sum.
+  // `owner_lines`: lines that a rank stages for each owner. `incomplete`: a flag that thread 0 has just zeroed; the
+  // barrier below orders that. It is set when a tile will have no sum.
   LLM_COMM_DEVICE SummedBySwitch(const AddRmsNormArgs& args, const RowThread& self, LLSession& session,
                                  uint64_t owner_lines, uint32_t* incomplete)
       : args_(args),
@@ -48,7 +57,8 @@ class SummedBySwitch {
     block_sync();  // a thread that may not begin sets `incomplete`
   }
 
-  // What this rank has of the next tile of the segment of this thread's peer, and tells the peers when the block has done so.
+  // Stages this rank's contribution to the next tile of the segment of this thread's peer, and signals the peers when
+  // the block has done so.
   LLM_COMM_DEVICE void stage(bool has, uint64_t index, Line line) {
     if (has && !session_.aborted()) store_line(staged(self_.peer, index), line);
     if (session_.aborted()) *incomplete_ = 1;
@@ -60,8 +70,9 @@ class SummedBySwitch {
     ++staged_;
   }
 
-  // Until all ranks have staged the next tile of this rank's segment. A wait that is aborted leaves it, and all later ones, without
-  // a sum: who reads `incomplete` late takes it for the tile before, whose sum nobody needs any more.
+  // Waits until all ranks have staged the next tile of this rank's segment. After an aborted wait this tile and all
+  // later ones have no sum. A thread that reads `incomplete` late applies it to the previous tile, whose sum is not
+  // needed then.
   LLM_COMM_DEVICE void wait() {
     if (talks_) {
       const uint64_t* const said = row_.word(args_.comm, self_.rank, self_.peer);
@@ -73,7 +84,7 @@ class SummedBySwitch {
     block_sync();
   }
 
-  // The sum of a line of that tile, to where `target` lies on every rank.
+  // Has the switch reduce a line of that tile and stores the sum at the offset of `target` on every rank.
   template <DataType D>
   LLM_COMM_DEVICE void sum(bool has, uint64_t index, const Line* target) const {
     if (!has || *incomplete_ != 0) return;
@@ -91,8 +102,8 @@ class SummedBySwitch {
   SwitchChannel switch_;
   uint64_t owner_lines_;
   uint32_t* incomplete_;
-  SignalRow row_;  // of the block
-  bool talks_;     // one thread for each peer
+  SignalRow row_;  // signal words of the block
+  bool talks_;     // one thread per peer
   uint32_t staged_ = 0;
   uint32_t waited_ = 0;
 };
@@ -115,7 +126,7 @@ struct AllReduceAddRmsNormTwoShotLdReduce : TwoShotInClusters<AllReduceAddRmsNor
   // One for every owner. As many lines are staged.
   static constexpr uint64_t slot_segments(uint64_t world) { return world; }
 
-  // Up to 111 registers a thread on sm_90.
+  // The kernels use up to 111 registers per thread on sm_90.
   static constexpr uint32_t resident_threads(const Limits&) { return kMaxTwoShotThreads; }
 
   static Tiling tile(const Problem& problem, const Choice& choice, const Limits& limits) {
@@ -145,7 +156,7 @@ struct AllReduceAddRmsNormTwoShotLdReduce : TwoShotInClusters<AllReduceAddRmsNor
   }
 
  private:
-  // A row takes as many lines of a slot as of half of the staging memory.
+  // A row takes as many lines of a slot as of one half of the staging memory, so both limits apply.
   static Limits within_both(Limits limits) {
     if (limits.slot_bytes > limits.staging_bytes / 2) limits.slot_bytes = limits.staging_bytes / 2;
     return limits;

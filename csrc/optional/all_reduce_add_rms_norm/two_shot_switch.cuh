@@ -1,11 +1,12 @@
-// Two-shot all-reduce + residual add + RMSNorm whose second hop is one store through the NVLink switch, as of
-// all_reduce/two_shot_switch.cuh: each rank sums its segments, in rank order, and stores each sum once, to the memory of all ranks.
-// The kernel is that of two_shot.cuh, and the result bitwise the same.
+// Two-shot all-reduce + residual add + RMSNorm whose second hop is one store through the NVLink switch, as in
+// all_reduce/two_shot_switch.cuh. Each rank reduces its segments in rank order and stores each sum once, to the memory
+// of all ranks. The kernel is that of two_shot.cuh, and so are the bits of the result.
 //
-// Slot: [sender][row][line of segment] of phase 0 (scatter), then [owner][row][line of segment] of phase 1 (gather), for every owner.
+// Slot layout: [sender][row][line of segment] of phase 0 (scatter), then [owner][row][line of segment] of phase 1
+// (gather) for every owner.
 //
-// The rules of operation.cuh: R1 as in two_shot.cuh. R2: the owner receives its own sums too, wherever it is. Aliases: the threads
-// that store to all ranks fence after they have begun and before the first such store.
+// Rules of operation.cuh: R1 as in two_shot.cuh. R2: the owner receives and resets its own sums too. Alias fences: the
+// threads that store to all ranks fence after they have begun and before the first such store.
 #pragma once
 
 #include "algorithms/all_reduce_add_rms_norm/two_shot.cuh"
@@ -31,7 +32,7 @@ struct AllReduceAddRmsNormTwoShotSwitch : TwoShotInClusters<AllReduceAddRmsNormT
   // One for each of the other ranks, and in the second phase one for every owner.
   static constexpr uint64_t slot_segments(uint64_t world) { return 2 * world - 1; }
 
-  // Up to 118 registers a thread on sm_90.
+  // The kernels use up to 118 registers per thread on sm_90.
   static constexpr uint32_t resident_threads(const Limits&) { return kMaxTwoShotThreads; }
 
   static Grid grid(const Problem& problem, const Tiling& tiling, uint64_t units, const Limits& limits) {

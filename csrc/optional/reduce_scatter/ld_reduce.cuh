@@ -1,9 +1,11 @@
-// Reduce-scatter whose sums the NVLink switch makes: every rank stages what it has for all parts, and has the switch sum its own.
+// Reduce-scatter in the NVLink switch: every rank stages its contributions to all shards and has the switch reduce its
+// own.
 //
-// Each rank sends its input once and receives its part: no more than that crosses its links. Sums are not in rank order
+// Each rank sends its input once and receives its shard; nothing else crosses its links. Sums are not in rank order
 // (`sums_in_switch`).
 //
-// A block stages each part in this rank's memory, and has this rank's part summed (step_pipeline.cuh, switch_chunks.cuh).
+// A block stages each shard in this rank's memory and has this rank's shard reduced (step_pipeline.cuh,
+// switch_chunks.cuh).
 #pragma once
 
 #include "algorithms/reduce_scatter/push_hb.cuh"
