@@ -181,8 +181,8 @@ class Communicator(Sums, GatherScatter, LinearLayers):
             parameters: Parameters of the operation, equal on all ranks.
 
         Raises:
-            UnsupportedInputError: The operation is unknown, a tensor or parameter is missing or invalid, the plan
-                declines it (``plan_for``), or a mode, tracer or transform of torch would miss the call.
+            UnsupportedInputError: The operation is unknown, a tensor or parameter is missing or invalid, or the plan
+                declines the call (``plan_for``). Also if a mode, tracer or transform of torch would miss the call.
             CommunicatorError: This or an earlier call has failed, see ``all_reduce``.
         """
         self._other_operations.run(operation, buffers, row, parameters)
@@ -340,7 +340,7 @@ class Communicator(Sums, GatherScatter, LinearLayers):
     def stats(self) -> Stats:
         """Return this rank's counts of calls, declined inputs and ended operations (docs/statistics.md).
 
-        Any thread may call this, without the other ranks, and after ``close``.
+        Any thread may call this, on one rank alone, and after ``close``.
         """
         return self._handle.stats()
 

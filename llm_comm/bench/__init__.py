@@ -1,6 +1,6 @@
 """Commands ``llm-comm bench`` and ``llm-comm tune``: measurements of collectives on this machine."""
 
-#: Timing methods (``timing``). Those of the first tuple start the ranks together on the GPU.
+#: Timing methods (``timing``). The methods of ALIGNED_METHODS start the ranks together on the GPU.
 ALIGNED_METHODS = ("aligned", "spaced")
 METHODS = (*ALIGNED_METHODS, "plain")
 

@@ -124,8 +124,8 @@ class NotUsableError(RuntimeError):
 def set_up(what: str, step: Callable[[], _T], group: dist.ProcessGroup) -> _T:
     """Run ``step`` on every rank and return its result if all succeeded. Collective.
 
-    An action that can fail on one rank, such as an import, should be a step of its own before a step in which ranks
-    wait for each other.
+    An action that can fail on one rank, such as an import, should be a step of its own. A step in which ranks wait for
+    each other comes after it.
 
     Raises:
         NotUsableError: A rank failed. The text names ``what``, the ranks and the reasons.

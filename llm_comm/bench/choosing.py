@@ -95,10 +95,10 @@ def with_figures(chosen: Measured, measured: Sequence[Measured]) -> Measured:
 
 def choose_by_means(measured: Sequence[Measured], size: int, refusals: Iterable[str]) -> list[Measured]:
     """Return the rows for a size, without duplicates: the best program if it is the best of all, and the best algorithm
-    under each restriction.
+    in each of three cases.
 
-    The restrictions are: any order of sums; multicast for stores only; no multicast. The first of the rows that is
-    permitted at run time counts.
+    The cases are: sums in any order; NVLink multicast for stores only; no multicast. At run time, the first row whose
+    requirements are met counts.
 
     Raises:
         ConfigError: See ``choose``.

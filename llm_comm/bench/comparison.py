@@ -95,8 +95,8 @@ class Collective:
 
     Attributes:
         title: Name of the command, such as "all-reduce".
-        libraries: Returns, for a dtype and a largest message in bytes, the libraries to compare, ours first and equal
-            on all ranks; and remarks on missing or doubtful ones.
+        libraries: Returns the libraries to compare, for a dtype and a largest message in bytes. Ours is first, and all
+            ranks have the same ones. Also returns remarks on missing or doubtful libraries.
         judge: Returns the judge of messages of a number of elements.
         plan: Returns llm_comm's plan for a number of elements.
         ours: Returns llm_comm's implementation with ordinary tensors.

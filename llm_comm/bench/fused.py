@@ -1,7 +1,7 @@
 """Command ``llm-comm bench fused``: all-reduce + residual add + RMSNorm, in one kernel and in two, in one run.
 
 The fused operation is compared with the plain all-reduces of llm_comm and NCCL, each followed by add and norm in one
-kernel, and with FlashInfer's fused all-reduce if it is installed. On GPUs, add and norm are compiled by
+kernel. FlashInfer's fused all-reduce is compared too if it is installed. On GPUs, add and norm are compiled by
 ``torch.compile``, as in an engine that compiles its model; on emulated devices they are plain torch.
 """
 

@@ -70,8 +70,8 @@ def run(args: argparse.Namespace) -> int:
     """Run the command. Return 0, or 1 if a file could not be written or a better table is installed.
 
     Raises:
-        ConfigError: There are no GPUs, the options select nothing to measure, the configuration is invalid, ``--json``
-            is a file of another run, the table cannot be installed, or there is no table to remove.
+        ConfigError: There are no GPUs, the options select nothing, or the configuration is invalid. Also if ``--json``
+            is a file of another run, or a table cannot be installed or removed.
     """
     if args.list or args.remove is not None:
         return tune_tables.run(args)

@@ -146,8 +146,8 @@ class AllReduceAddRmsNormOverNodes(AllReduceAddRmsNorm):
     """Fused all-reduce + add + RMSNorm of one communicator over several nodes; arguments as in ``AllReduceOverNodes``.
 
     The last phase is the fused kernel of one node instead of an all-gather. For each slice, the rank that owns it
-    passes the sum over all nodes, and the other ranks pass -0.0, which changes no value of the kernel's sum. Norm and
-    residual are therefore bitwise those that one node computes from the sum over all nodes.
+    passes the sum over all nodes. The other ranks pass -0.0, which does not change the kernel's sum. Norm and residual
+    are therefore bitwise those that one node computes from the sum over all nodes.
     """
 
     def __init__(self, handle: CoreHandle, planner: Planner, hierarchy: Hierarchy) -> None:

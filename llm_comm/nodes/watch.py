@@ -101,7 +101,7 @@ class Heartbeat(threading.Thread):
         self._outgoing = error
 
     def stop(self) -> None:
-        """Report that this rank has closed its communicator, and end the thread, within a second."""
+        """Stop the thread, within a second. The first rank of a node thereby reports that its node has closed."""
         self._stopping.set()
         if self.is_alive():
             self.join(_LONGEST_STOP_S)
@@ -200,7 +200,7 @@ class NodeWatch(threading.Thread):
         super().start()
 
     def stop(self) -> None:
-        """Report that this rank has closed its communicator, and end the thread, within a second."""
+        """Stop this thread and the heartbeat, within a second each."""
         self._stopping.set()
         if self.is_alive() and threading.current_thread() is not self:
             self.join(_LONGEST_STOP_S)

@@ -63,8 +63,8 @@ class GatherScatter:
         ``all_reduce(x)``.
 
         Args:
-            x: Contiguous tensor of at least one dimension, bfloat16, float16 or float32, on this communicator's device,
-                with equal shape on all ranks; or an array with DLPack or ``__cuda_array_interface__``.
+            x: Contiguous tensor of at least one dimension, bfloat16, float16 or float32, on this communicator's device.
+                Or an array with DLPack or ``__cuda_array_interface__``. Equal shape on all ranks.
             dim: Dimension to scatter. A negative one counts from the last.
             sizes: Size along ``dim`` of each rank's shard, by rank; 0 is allowed. The sum must be the size of ``x``
                 along ``dim``. None: equal shards.
@@ -121,9 +121,10 @@ class GatherScatter:
     def accepts_all_gather(self, x: Any, dim: int = 0, sizes: Sizes | None = None) -> bool:
         """Return whether ``all_gather(x, dim, sizes)`` is served.
 
-        ``dim`` and ``sizes`` must fit ``x``. The result must not exceed ``max_message_bytes``; if that option is not
-        set, no shard may exceed the tuning table's bound. The answer depends on these and on what ``accepts`` depends
-        on. Ranks that run the same program with the same kind of tensor therefore get the same answer.
+        ``dim`` and ``sizes`` must fit ``x``. The whole tensor, which is the result of an all-gather and the input of a
+        reduce-scatter, must not exceed ``max_message_bytes``. If that option is not set, no shard may exceed the tuning
+        table's bound. The answer depends on these and on what ``accepts`` depends on. Ranks that run the same program
+        with the same kind of tensor therefore get the same answer.
 
         Raises:
             UnsupportedInputError: ``x`` is neither a tensor nor an array that torch can use.

@@ -62,8 +62,8 @@ class PreparedParts(NamedTuple):
     #: Shape of the result, and its number of elements.
     shape: tuple[int, ...]
     elements: int
-    #: Offset in bytes from ``x`` to ``out`` for a call in place: ``x`` is this rank's shard of ``out``, or ``out`` is
-    #: that of ``x``. None if the shard is strided, so that no contiguous tensor can be it.
+    #: Offset in bytes from ``x`` to ``out`` for a call in place. Either ``x`` is this rank's shard of ``out``, or
+    #: ``out`` is this rank's shard of ``x``. None if the shard is strided, so that no contiguous tensor can be it.
     in_place: int | None
     #: Addresses for ``x`` and ``out`` if they are empty. 0 if they are not: then an address of 0 is an error.
     spare_x: int
@@ -286,7 +286,7 @@ class PartsOperation(Operation):
         before = sum(parts.row_sizes[: self.rank]) * dtype.itemsize
         return before if self.takes_whole else -before
 
-    # ---- What does not fit --------------------------------------------------------------------------------------
+    # ---- Validation ---------------------------------------------------------------------------------------------
 
     def _parts(self, x: torch.Tensor, dim: int, sizes: Sizes | None) -> Parts | str:
         """Return the division of the whole tensor, or why the arguments are invalid."""

@@ -84,8 +84,8 @@ class Plan:
         message_bytes: Size of the message in bytes. For all-gather and reduce-scatter: of the largest shard.
         reason: Why this plan was selected.
         row: Elements of a row, for an operation on rows; else 0.
-        symmetric: Name of the algorithm that replaces ``algorithm`` if all tensors of the call are in symmetric memory;
-            "" if there is none, or no tensor in symmetric memory exists.
+        symmetric: Name of the algorithm that replaces ``algorithm`` if all tensors of the call are in symmetric memory.
+            "" if there is none, or before the first tensor in symmetric memory exists.
     """
 
     operation: str

@@ -150,10 +150,10 @@ class TuningTable(NamedTuple):
     min_symmetric_bytes: int | Mapping[str, int] = MIB
     #: Set in a table that permits NVLink multicast.
     multicast: MulticastEntry | None = None
-    #: Rows of linear layers. Those of one layer are sorted by tokens.
+    #: Rows of linear layers. Rows of one layer are sorted by tokens.
     layers: tuple[LayerRow, ...] = ()
-    #: Rows of groups over several nodes. Those of one number of nodes are sorted by bytes. With them, the other rows
-    #: apply to the ranks of one node.
+    #: Rows of groups over several nodes. Rows of one number of nodes are sorted by bytes. In a table with node rows,
+    #: all other rows apply to the ranks of one node.
     nodes: tuple[NodeRow, ...] = ()
     #: Origin of a communicator's table. Not used for selection.
     origin: Origin = Origin()

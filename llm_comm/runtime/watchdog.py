@@ -214,7 +214,7 @@ class Watchdog(threading.Thread):
                 "cannot be used any more."
             )
             failure = RankError(CommunicatorError.__name__, fit(text), "has no watchdog", self._number, self._number)
-            with contextlib.suppress(Exception):  # peers then learn of the failure by their timeout
+            with contextlib.suppress(Exception):  # peers then detect the failure by their timeout
                 self._publish(replace(self._state(), error=failure))
             self._tell(failure)
         finally:
@@ -315,8 +315,8 @@ class Watchdog(threading.Thread):
             time.sleep(self._look_s / 2)
 
     def _silent_for(self, rank: int, sighting: Sighting) -> float:
-        """Return the age in seconds of a peer's heartbeat; 0 for this rank and for peers that never started or have
-        closed."""
+        """Return the age in seconds of a peer's heartbeat; 0 for this rank, and for peers that have closed or published
+        nothing."""
         owes_none = rank == self._rank or sighting.state is None or sighting.is_closed
         return 0.0 if owes_none else sighting.age_s
 

@@ -1,7 +1,7 @@
 """Random weights of the scale of a trained model.
 
 The engines' own dummy weights are within 1e-3, norms included, and equal on all ranks. What a layer adds to the
-residual is then below its rounding, the operands of all ranks are equal, and an error of an all-reduce would be
+residual is then below its rounding, and the operands of all ranks are equal. An error of an all-reduce would be
 invisible. Here each matrix differs between ranks, and activations are of order 1 throughout.
 """
 

@@ -95,8 +95,8 @@ def runs_of(program: ir.Program) -> tuple[GroupRuns, ...]:
     """Cut the groups of a program into runs.
 
     Raises:
-        CompileError: A value would have to stay in a register across a synchronization, a loop has no chunks or chunks
-            of several sizes, or two groups share an end of a semaphore.
+        CompileError: A value would have to stay in a register across a synchronization. Also for a loop without chunks
+            or with chunks of several sizes, and for two groups that share an end of a semaphore.
     """
     check_owners(program)
     groups = []
