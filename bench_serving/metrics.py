@@ -18,6 +18,7 @@ class Request:
     tokens: list[int] = field(default_factory=list)
 
     def arrived(self, when: float, tokens: Sequence[int]) -> None:
+        """Record ``tokens`` that arrived ``when`` seconds after the request was sent."""
         self.times.append(when)
         self.counts.append(len(tokens))
         self.tokens.extend(tokens)

@@ -154,10 +154,12 @@ class Job:
         return ARMS[self.arm].own_fusion
 
     def write(self, path: Path) -> None:
+        """Write the job file."""
         path.write_text(json.dumps(dataclasses.asdict(self), indent=1) + "\n", encoding="utf-8")
 
     @staticmethod
     def read(path: Path) -> Job:
+        """Read a job file."""
         content = json.loads(path.read_text(encoding="utf-8"))
         return Job(**{**content, "settings": settings_from_dict(content["settings"])})
 

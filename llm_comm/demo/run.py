@@ -157,6 +157,7 @@ class Check:
 
     @property
     def passed(self) -> bool:
+        """True if all errors are within the tolerance and all ranks generated the same tokens."""
         # in this form a NaN fails
         agree = self.logits_error <= self.tolerance and self.rank_spread <= self.tolerance
         return agree and self.tokens_identical

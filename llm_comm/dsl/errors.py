@@ -83,6 +83,7 @@ def users_line() -> Location:
 
 
 def location(file: str, line: int) -> Location:
+    """Return a line of a file, with its text."""
     return Location(file, line, linecache.getline(file, line).strip())
 
 

@@ -303,6 +303,7 @@ class Relative:
     offset: int
 
     def on(self, rank: int, world: int) -> int:
+        """Return the number of this rank in a program that runs on ``rank``."""
         return (rank + self.offset) % world
 
     def __add__(self, steps: int) -> Relative:
@@ -322,6 +323,7 @@ class Absolute:
     rank: int
 
     def on(self, rank: int, world: int) -> int:
+        """Return the number of this rank in a program that runs on ``rank``."""
         return self.rank
 
     def __str__(self) -> str:

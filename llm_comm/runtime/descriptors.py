@@ -82,6 +82,7 @@ def invite(server: socket.socket) -> Invitation:
 
 
 def close_all(descriptors: Iterable[int]) -> None:
+    """Close all ``descriptors``."""
     for descriptor in descriptors:
         os.close(descriptor)
 

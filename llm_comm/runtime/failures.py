@@ -161,6 +161,7 @@ def _details_in_words(call: _core.Call, world: int) -> dict[str, str]:
 
 
 def call_in_words(call: _core.Call, details: Sequence[str] = ()) -> str:
+    """Format a call of the core, with ``details`` in which it differs from other ranks' calls."""
     rows = f" in rows of {call.row}" if call.row else ""
     extra = "".join(f", {detail}" for detail in details)
     unit = "bytes" if call.data_type == _BYTE else call.data_type
@@ -190,5 +191,6 @@ def root_cause(this: str, own: RankError | None, sightings: Sequence[Sighting]) 
 
 
 def as_exception(error: RankError) -> CommunicatorError:
+    """Build the exception for an error of a rank."""
     kind: type[CommunicatorError] = getattr(errors, error.kind)
     return kind(error.text, rank=error.rank, peer=error.peer)

@@ -143,6 +143,7 @@ class StatusBoard:
         return bool(poll.poll(0))
 
     def close(self) -> None:
+        """Unmap the pages and close the pidfds."""
         for page in self._pages.values():
             page.close()
         for process in self._processes.values():

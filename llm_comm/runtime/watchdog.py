@@ -205,6 +205,7 @@ class Watchdog(threading.Thread):
     # ---- The thread ---------------------------------------------------------------------------------------------
 
     def run(self) -> None:
+        """Watch until ``stop``. A failure of the watchdog itself ends the communicator too."""
         try:
             self._watch()
         except Exception as error:

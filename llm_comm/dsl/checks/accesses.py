@@ -40,6 +40,7 @@ class Access:
     where: Location
 
     def comes_before(self, other: Access) -> bool:
+        """Return whether this access happens before ``other`` by their vector clocks."""
         if self.actor == other.actor:
             return self.number <= other.number
         return other.before[self.actor] >= self.number

@@ -84,6 +84,7 @@ class Contents:
         return written.content
 
     def store(self, place: Place, piece: int, call: int, content: Content | None, where: Location) -> None:
+        """Record that ``content`` was written to a place for ``piece``."""
         self._memory[place] = _Written(content, piece, call, where)
 
     def add(self, operands: Iterable[tuple[int, Content | None]], rank: int, where: Location) -> Content | None:

@@ -115,10 +115,12 @@ def trials(program: Program) -> Iterator[Trial]:
 
 
 def loops_of(program: Program) -> list[ir.Loop]:
+    """Return the loops of all groups of a program."""
     return [step for group in program.groups for step in group.steps if isinstance(step, ir.Loop)]
 
 
 def is_workspace(buffer: Buffer) -> bool:
+    """Return whether a buffer is in the workspace, not a tensor of the caller."""
     return not buffer.space.is_tensor
 
 

@@ -100,6 +100,7 @@ class Layout:
 
     @property
     def bytes(self) -> int:
+        """Size of the workspace in bytes."""
         return self.half_offset + 2 * self.half_bytes
 
 
