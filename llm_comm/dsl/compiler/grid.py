@@ -20,14 +20,14 @@ from llm_comm.planning.programs import OWN_CHOICE, LaunchChoice
 WARP = 32
 #: Maximum blocks of a launch, as for algorithms of the core.
 MAX_BLOCKS = 65535
-#: Programs without synchronization between blocks (docs/experiments/dsl.md): maximum blocks for each SM, and threads of
-#: a block by the chunk size in lines: up to the first number, the second; above, _THREADS.
+#: Programs whose blocks neither signal nor wait (docs/experiments/dsl.md). First: maximum blocks for each SM. Then:
+#: threads of a block by the chunk size in lines (up to the first number, the second), and threads for larger chunks.
 _BLOCKS_OF_SM = 8
 _THREADS_UP_TO = ((2048, 64), (32768, 128))
 _THREADS = 256
-#: Threads of a block in programs whose blocks synchronize, while SMs are idle.
+#: Threads of a block in programs whose blocks signal and wait, while SMs are idle.
 _FEW_THREADS = 64
-#: Lines of a chunk for each thread up to which an SM gets one synchronizing block instead of two.
+#: Lines of a chunk for each thread up to which an SM gets one block that signals and waits, instead of two.
 _LINES_OF_ONE_BLOCK = 2
 #: Grid on emulated GPUs, where fibers of one thread execute the threads.
 _EMULATED_BLOCKS, _EMULATED_THREADS = 4, 16

@@ -49,10 +49,10 @@ def _loads_of_line(loop: LoopRuns) -> int:
 
 
 def meeting_blocks_of_sm(groups: tuple[GroupRuns, ...]) -> int:
-    """Return how many synchronizing blocks of a program are resident on each SM: 1 or 2.
+    """Return how many blocks of a program that signal and wait are resident on each SM: 1 or 2.
 
-    Two, if the blocks synchronize in loops and half of the registers suffice. One block then moves data while the other
-    waits for a signal (docs/experiments/dsl.md).
+    Two, if the blocks signal or wait in loops and half of the registers suffice. One block then moves data while the
+    other waits for a signal (docs/experiments/dsl.md).
     """
     loops = [step for group in groups for step in group.steps if isinstance(step, LoopRuns)]
     talk = any(isinstance(run, SignalRun | WaitRun) for loop in loops for run in loop.runs)

@@ -222,7 +222,7 @@ def _parts(op: DataOp, sizes: dict[ir.Value, int]) -> int:
 
 
 def blocks_meet(groups: Sequence[GroupRuns]) -> bool:
-    """Return whether blocks synchronize: the program has loops, signals, waits or proxy copies."""
+    """Return whether the threads of a block must synchronize: the program has loops, signals, waits or proxy copies."""
     return any(not isinstance(step, DataRun) for group in groups for step in group.steps)
 
 

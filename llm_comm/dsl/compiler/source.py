@@ -180,7 +180,7 @@ class _Source:
 
     @property
     def _talks(self) -> bool:
-        """True if blocks signal or wait, and therefore synchronize and end together."""
+        """True if blocks signal or wait. The threads of such a block synchronize and end together."""
         return any(isinstance(run, SignalRun | WaitRun | PortRun) for group in self._groups for run in group.runs())
 
     @property
