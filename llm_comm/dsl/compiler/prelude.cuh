@@ -45,7 +45,7 @@ class Call {
 
   LLM_COMM_DEVICE bool is_odd() const { return op_.is_odd(); }
 
-  // Called by one thread of each block, after all threads of the block have begun.
+  // Called by one thread of each block, once its threads have all begun.
   LLM_COMM_DEVICE void arrive() const { op_.arrive(); }
 
   // Word of signal number `count` of this call to or from a peer.
