@@ -1,1 +1,1 @@
-"""End-to-end A/B of decode latency in real vLLM and SGLang: ``python -m bench_serving --help``."""
+"""End-to-end A/B comparison of decode latency in vLLM and SGLang: ``python -m bench_serving --help``."""

@@ -1,4 +1,4 @@
-"""The arms of the comparison: what is switched in the engine, and nothing besides."""
+"""Arms of the comparison: what each switches in the engine."""
 
 from __future__ import annotations
 
@@ -8,25 +8,25 @@ from dataclasses import dataclass, field
 
 @dataclass(frozen=True)
 class Arm:
-    """One way to reduce, in an engine that is otherwise the same.
+    """One all-reduce implementation, in an otherwise equal engine.
 
     Attributes:
-        name: On the command line and in results.
-        label: In tables and plots.
-        environment: Variables of the engine's processes.
-        disable_custom_all_reduce: The option of this name, which vLLM and SGLang share.
-        own_fusion: Whether the engine may fuse all-reduces with the norms after them by FlashInfer. vLLM does so by
-            default, SGLang where ``--engine-option`` asks for it.
-        llm_comm: Whether the log must say that llm_comm is active; else it must not.
-        fuses: Whether the log must say that llm_comm has fused a sum with its norm; else it must not.
-        norms_apart: Whether the log must say that llm_comm was told not to fuse; else it must not.
-        programs: Whether the log must say that programs of llm_comm.dsl serve all-reduces; else it must not.
-        linear_apart: Whether the log must say that llm_comm was told to leave linear layers alone; else it must not.
-        free: All-reduces return uninitialised memory: a bound, not an engine.
-        free_norms: So does the residual add and norm behind each of them.
-        nccl_library: The engine takes llm_comm's library for NCCL's, and loads no plugin of llm_comm. The log must say
-            that the library serves a communicator; else it must not.
-        by_default: Whether it is compared where no arms are named.
+        name: Name on the command line and in results.
+        label: Label in tables and plots.
+        environment: Environment variables of the engine's processes.
+        disable_custom_all_reduce: Value of this option, which vLLM and SGLang share.
+        own_fusion: The engine may fuse all-reduces with the following norms through FlashInfer. vLLM does so by
+            default, SGLang if ``--engine-option`` asks for it.
+        llm_comm: The log must say that llm_comm is active; otherwise it must not.
+        fuses: The log must say that llm_comm has fused an all-reduce with its norm; otherwise it must not.
+        norms_apart: The log must say that llm_comm was configured not to fuse; otherwise it must not.
+        programs: The log must say that DSL programs serve all-reduces; otherwise it must not.
+        linear_apart: The log must say that llm_comm was configured not to compute linear layers; otherwise it must not.
+        free: All-reduces return uninitialised memory. The arm is a bound, not a usable engine.
+        free_norms: The residual add and norm after each all-reduce do nothing, too.
+        nccl_library: The engine loads llm_comm's NCCL-compatible library instead of NCCL, and no plugin of llm_comm.
+            The log must say that the library serves a communicator; otherwise it must not.
+        by_default: Compared if no arms are named.
     """
 
     name: str
@@ -51,7 +51,7 @@ _ON = {"LLM_COMM_ENABLE": "1"}
 ARMS: dict[str, Arm] = {
     arm.name: arm
     for arm in (
-        # vLLM's FlashInfer all-reduces are no custom all-reduce of that option.
+        # disable_custom_all_reduce does not cover vLLM's FlashInfer all-reduces.
         Arm(
             "nccl",
             "NCCL",
@@ -59,7 +59,7 @@ ARMS: dict[str, Arm] = {
             disable_custom_all_reduce=True,
             own_fusion=False,
         ),
-        # The same but for the library.
+        # like nccl, except for the library
         Arm(
             "nccl_library",
             "NCCL's API by llm_comm",
@@ -74,7 +74,7 @@ ARMS: dict[str, Arm] = {
         Arm(
             "llm_comm_unfused", "llm_comm, norms apart", {**_ON, "LLM_COMM_FUSE": "0"}, llm_comm=True, norms_apart=True
         ),
-        # The same, but for the kernels of the sums.
+        # like llm_comm_unfused, except for the kernels of the all-reduces
         Arm(
             "llm_comm_dsl",
             "llm_comm, sums by programs of its DSL",
@@ -89,7 +89,7 @@ ARMS: dict[str, Arm] = {
             programs=True,
             by_default=False,
         ),
-        # The same as llm_comm, where no tuning table prefers a layer and nobody asks for all of them.
+        # like llm_comm, if no tuning table prefers a layer and fuse_linear is not true
         Arm(
             "llm_comm_no_linear",
             "llm_comm, linear layers apart",
@@ -103,7 +103,7 @@ ARMS: dict[str, Arm] = {
         Arm(
             "free_norm",
             "free (bound: no communication, add and norm, wrong results)",
-            # vLLM would not tell compiled graphs without norms from those of the arm `free`.
+            # vLLM's compile cache does not distinguish graphs without norms from those of the arm `free`.
             {**_OFF, "VLLM_DISABLE_COMPILE_CACHE": "1"},
             own_fusion=False,
             free=True,
@@ -113,5 +113,5 @@ ARMS: dict[str, Arm] = {
     )
 }
 
-#: What the others are compared with, and the bound.
+#: Baselines, our arm, and the bound.
 NCCL, DEFAULT, OURS, FREE = "nccl", "default", "llm_comm", "free"

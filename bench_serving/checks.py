@@ -1,4 +1,4 @@
-"""Whether the arms compute the same: tokens over repeats, logits between arms."""
+"""Checks that the arms compute the same: tokens over repeats, logits between arms."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from bench_serving.summary import Run
 
 @dataclass(frozen=True)
 class Tolerance:
-    """How far the logits of two right arms may be from each other.
+    """Permitted distance between the logits of two correct arms.
 
     Attributes:
-        distance: Relative difference in the L2 norm that rounding explains.
-        by_median: Whether it is that of the median prompt. Else it is that of the worst.
+        distance: Relative L2 distance that rounding explains.
+        by_median: Judge the prompt with the median distance; otherwise the worst prompt.
     """
 
     distance: float
@@ -30,30 +30,31 @@ class Tolerance:
         return "median" if self.by_median else "worst"
 
     def of(self, distances: Sequence[float]) -> float:
-        """The distance that is judged, of those of all prompts; NaN if one of them is."""
+        """Return the judged distance from those of all prompts; NaN if one of them is."""
         return float(np.median(distances) if self.by_median else np.max(distances))
 
 
-#: Half a unit in the last place of bf16 is 2^-9, and hundreds of sums, each rounded in another order, lie between the
-#: embedding and the logits.
+#: bf16 rounds by up to 2^-9, and hundreds of sums, each rounded in another order, precede the logits.
 PLAIN = Tolerance(0.04)
-#: Of models in fp8, where a last bit becomes a step of up to 12 %.
+#: Models in fp8, where a difference in the last bit becomes a step of up to 12 %.
 QUANTIZED = Tolerance(0.15)
-#: Of models with experts. For a last bit a router may take others, which moves single prompts by 0.2 to 0.4.
+#: Models with experts. A difference in the last bit can make a router choose others, which moves single prompts by 0.2
+#: to 0.4.
 EXPERTS = Tolerance(0.2, by_median=True)
-#: How far no prompt may be where the median is judged. Sums without the addend of a rank move a prompt by 0.9 and more.
+#: Limit of each prompt's distance if the median is judged. A sum without one rank's operand moves a prompt by 0.9 or
+#: more.
 MOST_OF_ONE_PROMPT = 0.7
-#: Tolerances of fp8 and experts are for so many layers (tests/serving/test_tolerances.py, on a small model). The more
-#: layers, the less can right sums be told from wrong ones.
+#: Largest number of layers for the tolerances of fp8 and experts (tests/serving/test_tolerances.py, on a small model).
+#: With more layers, correct and wrong sums are harder to distinguish.
 AMPLIFYING_LAYERS = 24
-#: Or this many times the difference that the engine's own all-reduce shows, if that is more.
+#: The limit is at least this multiple of the distance that the engine's own all-reduce shows.
 TIMES_DEFAULT = 2.0
 
 
 def distance(a: Sequence[float], b: Sequence[float]) -> float:
-    """Relative difference in the L2 norm, |a - b| / |b|, after the mean is taken out of each.
+    """Return the relative L2 distance |a - b| / |b|, after subtracting the mean of each.
 
-    Log probabilities are logits less a constant, so both can be compared.
+    Log probabilities are logits minus a constant, so they can be compared with logits.
     """
     x, y = np.asarray(a, np.float64), np.asarray(b, np.float64)
     x, y = x - x.mean(), y - y.mean()
@@ -61,26 +62,26 @@ def distance(a: Sequence[float], b: Sequence[float]) -> float:
 
 
 def tolerance(config: Mapping[str, Any]) -> Tolerance:
-    """What rounding explains, by a model's config.json."""
+    """Return the tolerance for a model, by its config.json."""
     if any(config.get(name) for name in ("num_experts", "num_local_experts", "n_routed_experts")):
         return EXPERTS
     return QUANTIZED if "quantization_config" in config else PLAIN
 
 
 def most_layers(config: Mapping[str, Any]) -> int | None:
-    """Up to how many layers of a model its tolerance holds; None if any."""
+    """Return the largest number of layers for which the model's tolerance holds; None if any."""
     return None if tolerance(config) == PLAIN else AMPLIFYING_LAYERS
 
 
 def summarize(runs: Sequence[Run], tolerance: Tolerance = PLAIN) -> dict[str, Any]:
-    """{"tokens": {arm: ...}, "logits": {arm: {length: ...}}, "limit": {length: ...}, "passed": bool, "failures":
-    [...]}; empty if nothing was checked.
+    """Return {"tokens": {arm: ...}, "logits": {arm: {length: ...}}, "limit": {length: ...}, "passed": bool, "failures":
+    [...]}; empty if no run was checked.
 
-    Tokens: greedy generations of equal prompts must be equal in all repeats of an arm; how many equal those of ``nccl``
-    is told. Logits: those of the first token must be finite and not all equal, and those of llm_comm must agree with
-    those of ``nccl``: within ``tolerance``, or ``TIMES_DEFAULT`` times the distance of ``default``, which is the limit.
-    Where the median is judged, no prompt may be further than ``MOST_OF_ONE_PROMPT`` either. Prompts of each length are
-    judged by themselves. The bound ``free`` is left out: it computes nonsense.
+    Tokens: greedy generations of equal prompts must be equal in all repeats of an arm. The number of requests equal to
+    those of ``nccl`` is information. Logits: those of the first token must be finite and not all equal, and llm_comm's
+    must agree with those of ``nccl``. The limit is ``tolerance``, or ``TIMES_DEFAULT`` times the distance of
+    ``default`` if that is larger. If the median is judged, no prompt may exceed ``MOST_OF_ONE_PROMPT`` either. Prompts
+    of each length are judged separately. The bound ``free`` is not checked, since its results are meaningless.
     """
     checked: dict[str, list[Mapping[str, Any]]] = {}
     for run in runs:
@@ -134,7 +135,7 @@ def _tokens(arm: str, results: Sequence[Mapping[str, Any]], failures: list[str])
 
 
 def _same_requests(own: Mapping[str, Any], other: Mapping[str, Any]) -> int:
-    """How many requests of the same prompts generated the same tokens."""
+    """Return how many requests with equal prompts generated equal tokens."""
     return sum(a == b for size in own for a, b in zip(own[size], other[size], strict=True))
 
 
@@ -151,8 +152,11 @@ def _compare_with_nccl(
     tolerance: Tolerance,
     failures: list[str],
 ) -> float:
-    """Adds ``distances`` (of each prompt), ``distance_to_nccl`` (of the prompt that is judged), ``judged`` (which that
-    is) and ``same_first_token`` (number of prompts) to the entries; returns the largest distance that is no failure."""
+    """Add the distances to ``entries``, and return the largest permitted distance.
+
+    Added are ``distances`` (of each prompt), ``distance_to_nccl`` (of the judged prompt), ``judged`` (which prompt that
+    is) and ``same_first_token`` (number of prompts).
+    """
     reference = logits[arms.NCCL]
     for arm, own in logits.items():
         if arm != arms.NCCL:
@@ -170,7 +174,7 @@ def _compare_with_nccl(
         is_ours = arms.ARMS[arm].llm_comm or arms.ARMS[arm].nccl_library
         if not is_ours:
             continue
-        # `not ... <=`: a NaN fails.
+        # In this form a NaN fails.
         if not entry["distance_to_nccl"] <= limit:
             failures.append(
                 f"{arm}, prompts of {length} tokens: logits differ from nccl's by {entry['distance_to_nccl']:.3g}, "

@@ -1,4 +1,4 @@
-"""The command line."""
+"""Command line of ``python -m bench_serving``."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from bench_serving.comparison import Comparison
 from bench_serving.settings import FLASHINFER_OPTION, SHAPES, Settings
 
 ENGINES = ("vllm", "sglang")
-#: Of vLLM's command, whatever the model.
+#: Token ids that ``vllm bench latency`` draws from, whatever the model.
 _IDS_OF_BENCH_LATENCY = 10000
 
 
@@ -152,10 +152,10 @@ def _engine_option(text: str) -> tuple[str, Any]:
 
 
 def settings_of(options: argparse.Namespace) -> Settings:
-    """What the options mean for a run.
+    """Return the settings of a run for command line options.
 
     Raises:
-        SystemExit: They contradict each other, or the model is not there.
+        SystemExit: The options contradict each other, or the model does not exist.
     """
     check = options.check or (options.mode == "check" and not options.deterministic)
     model = SHAPES / options.model if (SHAPES / options.model).is_dir() else Path(options.model)
@@ -226,10 +226,10 @@ def _check_model(settings: Settings, name: str) -> None:
 
 
 def check_place(engine: str, out: Path) -> None:
-    """Makes the directory for results. What fails here would fail in each run, after minutes.
+    """Create the directory for results. A failure here would otherwise occur in each run, after minutes.
 
     Raises:
-        SystemExit: The engine is not installed, or nothing can be written to the directory.
+        SystemExit: The engine is not installed, or the directory is not writable.
     """
     if importlib.util.find_spec(engine) is None:
         raise SystemExit(
@@ -247,7 +247,7 @@ def check_place(engine: str, out: Path) -> None:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs the comparison and shows it. Returns 0 if every run succeeded and the checks, if any, passed."""
+    """Run the comparison and show it. Return 0 if every run succeeded and the checks, if any, passed."""
     argv = sys.argv[1:] if argv is None else argv
     options = parser().parse_args(argv)
     settings = settings_of(options)

@@ -1,4 +1,4 @@
-"""The comparison from start to end: runs in their order, what counts as one, and the report."""
+"""Comparison from start to end: order of the runs, acceptance of each run, and the report."""
 
 from __future__ import annotations
 
@@ -17,23 +17,23 @@ from bench_serving.arms import ARMS, Arm
 from bench_serving.settings import Job, Settings, settings_from_dict
 from bench_serving.summary import Run
 
-#: What a run was made with, beside its settings.
+#: File in a run's directory with the environment it was made in, besides its settings.
 _RAN_ON = "ran_on.json"
 
 
 @dataclasses.dataclass(frozen=True)
 class Comparison:
-    """What is compared.
+    """Definition of a comparison.
 
     Attributes:
-        settings: What the arms have in common.
-        arms: Their names.
+        settings: Settings common to all arms.
+        arms: Names of the arms.
         repeats: Starts of each arm.
-        timeout_s: Of each run.
-        out: Directory for the results; exists.
-        command: How the comparison was called, for the report.
-        commit: Of llm_comm; None to ask git.
-        resume: Whether to keep runs that lie in ``out``.
+        timeout_s: Time limit of each run in seconds.
+        out: Existing directory for the results.
+        command: Command line of the comparison, for the report.
+        commit: Commit of llm_comm; None to ask git.
+        resume: Keep complete runs that are in ``out``.
     """
 
     settings: Settings
@@ -46,7 +46,7 @@ class Comparison:
     resume: bool = False
 
     def run(self) -> dict[str, Any]:
-        """Does all runs and returns the report, which ``report.json`` holds after each of them."""
+        """Do all runs and return the report. ``report.json`` is updated after each run."""
         settings = self.settings
         ran_on = {
             "device": f"{settings.tensor_parallel_size}x {versions.device() or 'unknown GPU'}",
@@ -76,7 +76,7 @@ class Comparison:
             runs.append(run)
             if run.failure:
                 print(f"  FAILED: {run.failure}", flush=True)
-            # After every run: whoever is interrupted keeps what there is.
+            # after every run, so that an interrupted comparison keeps its results
             content = self._report(runs, ran_on)
             report.write_json(self.out / "report.json", content)
         return content
@@ -108,7 +108,7 @@ class Comparison:
 
 
 def arm_environment(arm: Arm, settings: Settings) -> dict[str, str]:
-    """The variables of an arm, those that its plugins read included."""
+    """Return the environment variables of an arm, including those that the harness's plugins read."""
     plugins = {
         "BENCH_SERVING_FREE": str(int(arm.free)),
         "BENCH_SERVING_FREE_NORMS": str(int(arm.free_norms)),
@@ -119,7 +119,8 @@ def arm_environment(arm: Arm, settings: Settings) -> dict[str, str]:
 
 
 def _deterministic(arm: Arm) -> dict[str, str]:
-    """Has vLLM be batch-invariant (SGLang has an option), and llm_comm take part in either engine's mode."""
+    """Return the variables for batch-invariant mode: vLLM's (SGLang has an option), and llm_comm's part in either
+    engine's."""
     mode = {"VLLM_BATCH_INVARIANT": "1"}
     if not arm.llm_comm:
         return mode
@@ -133,7 +134,7 @@ def _deterministic(arm: Arm) -> dict[str, str]:
 
 
 def _nccl_library() -> dict[str, str]:
-    """Has both engines load llm_comm's library in place of NCCL's, and its plugin not."""
+    """Return the variables that make both engines load llm_comm's library instead of NCCL, and not its plugin."""
     path = llm_comm.nccl_library()
     return {
         "VLLM_NCCL_SO_PATH": path,
@@ -145,7 +146,7 @@ def _nccl_library() -> dict[str, str]:
 
 
 def run_once(settings: Settings, arm: Arm, repeat: int, directory: Path, timeout_s: float) -> Run:
-    """Starts the engine, measures, and makes sure that it was the arm that ran."""
+    """Start the engine, measure, and verify by the log that the intended arm ran."""
     result, log = directory / "result.json", directory / "log.txt"
     Job(settings, arm.name, arm.disable_custom_all_reduce, str(result)).write(directory / "job.json")
     outcome = processes.run(
@@ -171,7 +172,8 @@ def _judged(settings: Settings, arm: Arm, repeat: int, outcome: processes.Outcom
 
 
 def kept(directory: Path, settings: Settings, ran_on: Mapping[str, Any], repeat: int, name: str) -> Run | None:
-    """The run that lies in ``directory``, if it is complete; it must be of these settings, versions and variables."""
+    """Return the complete run in ``directory``, or None. Its settings, versions and variables must be the present
+    ones."""
     result, log, job, on = (directory / file for file in ("result.json", "log.txt", "job.json", _RAN_ON))
     if not (result.is_file() and log.is_file() and job.is_file() and on.is_file()):
         return None
@@ -182,7 +184,7 @@ def kept(directory: Path, settings: Settings, ran_on: Mapping[str, Any], repeat:
             f"--resume: {directory} was made with another {', '.join(sorted(differing))}; give another --out"
         )
     theirs = settings_from_dict(json.loads(job.read_text(encoding="utf-8"))["settings"])
-    # The directories may have been moved since; the model is compared by its content.
+    # The directories may have been moved. The model is compared by its content, in ran_on.
     if dataclasses.replace(theirs, model=settings.model) != settings:
         raise SystemExit(f"--resume: {directory} was made with other settings; give another --out")
     outcome = processes.Outcome(0.0, "", log.read_text(encoding="utf-8", errors="replace"))
@@ -191,12 +193,12 @@ def kept(directory: Path, settings: Settings, ran_on: Mapping[str, Any], repeat:
 
 
 def _digest(config: Mapping[str, Any]) -> str:
-    """By which a model's configuration is known."""
+    """Return a digest that identifies a model's configuration."""
     return hashlib.sha256(json.dumps(config, sort_keys=True).encode()).hexdigest()[:16]
 
 
 def _variables(environment: Mapping[str, str]) -> dict[str, str]:
-    """What of the environment may bear on the figures."""
+    """Return the environment variables that can affect the measurement."""
     prefixes = ("LLM_COMM_", "NCCL_", "VLLM_", "SGLANG_", "TORCH_SYMM_MEM_", "NVSHMEM_", "CUDA_VISIBLE_DEVICES")
     return {
         name: value

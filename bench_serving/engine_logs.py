@@ -1,4 +1,4 @@
-"""Whether an engine did what its arm says, by what its log says."""
+"""Verification by an engine's log that it did what its arm says."""
 
 from __future__ import annotations
 
@@ -8,54 +8,54 @@ from collections.abc import Iterable
 from bench_serving.arms import Arm
 from bench_serving.settings import Settings
 
-#: What the plugin of the arm `free` logs.
+#: Log line of the plugin of arm `free`.
 FREE_MARK = "bench_serving: all-reduces of this group return uninitialised memory"
-#: The same of the arm `free_norm`.
+#: Log line of the plugin of arm `free_norm`.
 FREE_NORMS_MARK = "bench_serving: residual adds and norms behind sums do nothing"
-#: What the plugin that makes scaled weights logs.
+#: Log line of the plugin that fills scaled weights.
 WEIGHTS_MARK = "bench_serving: scaled weights"
-#: What the plugins log in an engine's deterministic mode.
+#: Log line of the plugins in an engine's deterministic mode.
 DETERMINISTIC_MARK = "bench_serving: the engine is in its deterministic mode"
-#: What the plugin logs of a group in SGLang.
+#: Log line of the SGLang plugin about a group.
 BACKEND_MARK = "bench_serving: custom all-reduce"
 
 _ACTIVE = re.compile(r"llm_comm \S+ is active for (?:group )?\S*tp")
 _PROGRAMS = re.compile(r"llm_comm \S+ is active for [^\n]*\bdsl:\w+ to ")
-# With a linear layer or without, whichever comes first.
+# Fused with a linear layer or without, whichever comes first.
 _FUSED = re.compile(r"llm_comm: first (?:all-reduce|linear layer) fused with its")
-# Where there are none, no table prefers one.
+# Missing if no table prefers a linear layer.
 _LINEAR = re.compile(r"llm_comm: first (?:column-parallel )?linear layer [^\n]*")
-# One line for each method of the engine that gathers or scatters; a model may have none.
+# One line for each method of the engine that gathers or scatters. A model may use none.
 _PARTS = re.compile(r"llm_comm: first \w*(?:all_gather|reduce_scatter)\w* of group [^\n]*")
-# What the library in place of NCCL says of a communicator that it serves.
+# Line of the NCCL-compatible library about a communicator that it serves.
 _NCCL_LIBRARY = re.compile(r"llm_comm-nccl \[\d+\] INFO communicator of \d+ ranks[^\n]*: served by [^\n]*")
 _NORMS_APART = re.compile(r"not fused with RMSNorm: fuse is false")
 _INVARIANT_LINEAR = re.compile(r"linear layers by llm_comm at every size")
 _LINEAR_APART = re.compile(r"linear layers are \w+'s: fuse_linear is false")
 _VLLM_BACKENDS = re.compile(r"Using \[([^\]]*)\] all-reduce backends[^\n]*for group 'tp[^\n]*")
-# What vLLM's fusion with FlashInfer says of its workspace, and FlashInfer's way of using multicast.
+# Lines about the workspace of vLLM's fusion through FlashInfer, and about FlashInfer's use of multicast.
 _FLASHINFER = re.compile(r"Initialized FlashInfer All-?[Rr]educe")
 _MULTICAST = re.compile(r"backend[=:] ?mnnvl")
 _SGLANG_FLASHINFER = re.compile(r"FlashInfer AllReduce Fusion enabled and workspace initialized: backend=trtllm")
-# Which kernel vLLM has chosen for linear layers of fp8.
+# Kernel that vLLM has chosen for fp8 linear layers.
 _FP8_KERNEL = re.compile(r"Selected \w+ for Fp8\w+")
 _SGLANG_BACKEND = re.compile(re.escape(BACKEND_MARK) + r" of group tp:[^\n]*")
 
 
 def evidence(settings: Settings, arm: Arm, log: str) -> list[str]:
-    """The lines by which the log confirms that the engine ran ``arm`` with ``settings``.
+    """Return the log lines that confirm that the engine ran ``arm`` with ``settings``.
 
     Raises:
-        ValueError: The log says otherwise, or does not say it. The text says what is amiss.
+        ValueError: The log contradicts the arm, or lacks a required line. The text says which.
     """
     found = []
-    # vLLM fuses in compiled graphs.
+    # vLLM's fusion is a pass over compiled graphs.
     fuses = arm.fuses and not (settings.enforce_eager and settings.engine == "vllm")
     found += _expect(log, _ACTIVE, arm.llm_comm, "llm_comm is active for the tensor-parallel group")
-    # With data-parallel attention SGLang gathers and scatters where it would sum, which leaves no norm to fuse.
+    # With data-parallel attention, SGLang gathers and scatters instead of all-reducing, which leaves no norm to fuse.
     fused = fuses and not settings.data_parallel_attention
     if fused and settings.deterministic and settings.engine == "sglang":
-        # Norms of some models and versions alone.
+        # only norms of some models and versions
         found += [line for line in [_line(log, _FUSED)] if line is not None]
     else:
         found += _expect(log, _FUSED, fused, "llm_comm has fused an all-reduce with its RMSNorm")
@@ -74,7 +74,7 @@ def evidence(settings: Settings, arm: Arm, log: str) -> list[str]:
         found += [match[0] for match in _LINEAR.finditer(log)]
     else:
         _expect(log, _LINEAR, False, "llm_comm has computed a linear layer")
-    # Else nothing is said of layers as norms are not fused, or another reason.
+    # In other cases the log gives another reason for layers, such as that norms are not fused.
     if fuses == arm.fuses and not settings.deterministic:
         told = "llm_comm was told to leave linear layers alone"
         found += _expect(log, _LINEAR_APART, arm.linear_apart, told)
@@ -86,11 +86,11 @@ def evidence(settings: Settings, arm: Arm, log: str) -> list[str]:
     scaled = settings.weights == "scaled"
     found += _expect(log, re.compile(re.escape(WEIGHTS_MARK)), scaled, "weights are scaled")
     _expect(log, _MULTICAST, False, "FlashInfer uses multicast")
-    # In deterministic mode some versions of the engines turn theirs off.
+    # Some engine versions turn off their custom all-reduce in deterministic mode.
     has_custom = settings.tensor_parallel_size in (2, 4, 6, 8) and not settings.deterministic
     found += {"vllm": _vllm, "sglang": _sglang}[settings.engine](arm, has_custom, log)
     if settings.engine == "sglang":
-        # Beside llm_comm's norms it has a workspace too; llm_comm comes first.
+        # SGLang allocates this workspace even if llm_comm, which has precedence, fuses the norms.
         by_flashinfer = arm.own_fusion and settings.fuses_by_flashinfer and not settings.data_parallel_attention
         found += _expect(log, _SGLANG_FLASHINFER, by_flashinfer, "SGLang fuses all-reduces by FlashInfer")
     return found + [line for line in [_line(log, _FP8_KERNEL)] if line is not None]
@@ -150,5 +150,5 @@ def _hints(log: str) -> str:
 
 
 def tail(log: str, lines: int = 25) -> str:
-    """The end of a log, where the reason of a failure usually stands."""
+    """Return the end of a log, which usually holds the reason of a failure."""
     return "\n".join(log.rstrip().splitlines()[-lines:])

@@ -1,4 +1,4 @@
-"""Whether a prompt has the same tokens in every batch and at every start, as deterministic modes promise."""
+"""Check of deterministic modes: a prompt must have equal tokens in every batch and at every start."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _TOLD = 5
 
 
 class _Generation(NamedTuple):
-    """What was generated for one prompt of one batch."""
+    """Tokens generated for one prompt of one batch."""
 
     repeat: int
     batch: int
@@ -21,11 +21,11 @@ class _Generation(NamedTuple):
 
 
 def summarize(runs: Sequence[Run]) -> dict[str, Any]:
-    """{"arms": {arm: ...}, "passed": bool, "failures": [...]}; empty if no run was of a deterministic mode.
+    """Return {"arms": {arm: ...}, "passed": bool, "failures": [...]}; empty if no run was in deterministic mode.
 
-    The prompts of a batch are the first ones of the largest batch. All generations of a prompt by an arm, in whatever
-    batch, iteration and start, must be equal. Arms are not compared with each other: each has its own sums and norms.
-    The bound ``free`` is left out: it computes nonsense.
+    The prompts of a batch are the first ones of the largest batch. All generations of a prompt by an arm, in any batch,
+    iteration and start, must be equal. Arms are not compared with each other, since their all-reduces and norms differ.
+    The bound ``free`` is not checked, since its results are meaningless.
     """
     by_arm: dict[str, list[_Generation]] = {}
     for run in runs:

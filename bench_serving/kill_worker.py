@@ -1,9 +1,9 @@
-"""Ends one worker in the middle of decoding and looks at what the engine does: ``python -m bench_serving.kill_worker``.
+"""Kill one worker during decoding and check how the engine reacts: ``python -m bench_serving.kill_worker``.
 
-Passed if, within the timeout of llm_comm and two seconds, every process of the engine has ended by itself, with a
-status other than 0, and the log names the one that was lost: in the words of llm_comm (its rank) or of the engine (the
-name of its worker, or its process). With ``--signal STOP`` the worker hangs rather than dies: then only a wait that
-ends can tell.
+The test passes if every process of the engine ends by itself, with a status other than 0, within llm_comm's timeout
+plus two seconds. The log must also name the lost worker: by llm_comm (its rank), or by the engine (name of the worker,
+or process id). With ``--signal STOP`` the worker hangs instead of dying. Only a time limit of a wait can then detect
+the failure.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ _INTO_DECODING_S = 1.0
 
 
 def ranks(log: str) -> dict[int, int]:
-    """{rank: process} of the tensor-parallel workers, from the log."""
+    """Return {rank: process id} of the tensor-parallel workers, from the log."""
     return {int(rank): int(pid) for rank, pid in _PROCESS.findall(log)}
 
 
 def lines_that_name(log: str, rank: int, pid: int) -> list[str]:
-    """Lines by which llm_comm or the engine says that ``rank`` was lost."""
+    """Return the lines in which llm_comm or the engine says that ``rank`` was lost."""
     lost = "(?:died|dead|crash|exit|fail|terminat|[Kk]illed)"
     theirs = rf"(?:VllmWorker-{rank}|Worker_TP{rank}|TP{rank}|{pid})\b"
     said = re.compile(rf"llm_comm.*\b(?:from|for|with|of) rank {rank}\b|{theirs}.*{lost}|{lost}.*\b{theirs}")
@@ -43,13 +43,13 @@ def lines_that_name(log: str, rank: int, pid: int) -> list[str]:
 
 
 def what_failed(left: int, seconds: float, limit: float, status: int | None) -> list[str]:
-    """What is wrong with how an engine ended.
+    """Return what is wrong with how an engine ended.
 
     Args:
-        left: Processes that are still there.
-        seconds: Until the last one had ended, or nobody waited any more.
-        limit: Within which all should have ended.
-        status: Of the engine.
+        left: Number of processes that still exist.
+        seconds: Time until the last process had ended, or until the wait was given up.
+        limit: Time within which all should have ended, in seconds.
+        status: Exit status of the engine.
     """
     failures = []
     if left or seconds > limit:
@@ -60,7 +60,7 @@ def what_failed(left: int, seconds: float, limit: float, status: int | None) -> 
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Returns 0 if the engine ended as it should."""
+    """Run the test. Return 0 if the engine ended as it should."""
     parser = argparse.ArgumentParser(prog="python -m bench_serving.kill_worker", description=__doc__)
     parser.add_argument("--engine", choices=cli.ENGINES, default="vllm")
     parser.add_argument("--model", default="llama-2-70b")
@@ -107,7 +107,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         os.kill(pid, getattr(signal, f"SIG{options.signal}"))
         begin = time.monotonic()
         limit = options.timeout_s + GRACE_S
-        # One second more, to see by how much a late one is late.
+        # One more second, to see how late a late process is.
         while session.processes and time.monotonic() - begin < limit + 1:
             time.sleep(0.05)
         seconds, left = time.monotonic() - begin, session.processes

@@ -1,4 +1,4 @@
-"""TTFT, TPOT and ITL from the times at which tokens arrived, as vLLM's and SGLang's serving benchmarks define them."""
+"""TTFT, TPOT and ITL from arrival times of tokens, as defined by vLLM's and SGLang's serving benchmarks."""
 
 from __future__ import annotations
 
@@ -11,13 +11,14 @@ import numpy as np
 
 @dataclass
 class Request:
-    """What a client saw of one request: when tokens arrived, in seconds since it was sent, and how many each time."""
+    """Arrivals of one request at the client: times in seconds since it was sent, and number of tokens each time."""
 
     times: list[float] = field(default_factory=list)
     counts: list[int] = field(default_factory=list)
     tokens: list[int] = field(default_factory=list)
 
     def arrived(self, when: float, tokens: Sequence[int]) -> None:
+        """Record ``tokens`` that arrived ``when`` seconds after the request was sent."""
         self.times.append(when)
         self.counts.append(len(tokens))
         self.tokens.extend(tokens)
@@ -29,7 +30,7 @@ class Request:
 
     @property
     def tpot(self) -> float | None:
-        """Seconds a token after the first; None if there is no other."""
+        """Seconds per token after the first; None if there is no other."""
         following = sum(self.counts) - 1
         return (self.times[-1] - self.times[0]) / following if following > 0 else None
 
@@ -40,14 +41,14 @@ class Request:
 
 
 def decode_ms(batch: Sequence[Request]) -> float:
-    """Milliseconds of a decode step with all requests of ``batch`` in it.
+    """Return the milliseconds of a decode step that contains all requests of ``batch``.
 
-    Counted from the moment when the last request has its first token to the moment when the first one has its last:
-    a prefill that was cut into several steps, or an end that frays, is left out. Where all requests run in step this
-    is the TPOT, and the same as the difference between a long and a short generation.
+    The span begins when the last request receives its first token, and ends when the first request receives its last.
+    It excludes a prefill that was split into several steps, and the end, where requests finish one by one. If all
+    requests run in step, the result is the TPOT, and equals the difference between a long and a short generation.
 
     Raises:
-        ValueError: There is no such time span: too few tokens.
+        ValueError: There is no such span, because there are too few tokens.
     """
     begin = max(request.times[0] for request in batch)
     end = min(request.times[-1] for request in batch)
@@ -62,8 +63,8 @@ def decode_ms(batch: Sequence[Request]) -> float:
 
 
 def latencies(requests: Iterable[Request]) -> dict[str, float]:
-    """Mean, median and P99 over requests (ITL: over all arrivals, and P99.9), in ms, under the names that vLLM gives
-    them."""
+    """Return mean, median and P99 over requests in ms, under vLLM's names. For ITL: over all arrivals, and also
+    P99.9."""
     requests = list(requests)
     samples = {
         "ttft": [request.ttft for request in requests],
@@ -82,10 +83,10 @@ def latencies(requests: Iterable[Request]) -> dict[str, float]:
 
 
 def to_json(batch: Sequence[Request]) -> list[dict[str, Any]]:
-    """A batch for a result file: times to the microsecond, tokens left out."""
+    """Convert a batch for a result file: times to the microsecond, without tokens."""
     return [{"times": [round(t, 6) for t in request.times], "counts": request.counts} for request in batch]
 
 
 def from_json(content: Sequence[dict[str, Any]]) -> list[Request]:
-    """The inverse of ``to_json``."""
+    """Inverse of ``to_json``."""
     return [Request(request["times"], request["counts"]) for request in content]

@@ -1,4 +1,4 @@
-"""Runs the processes of an engine: one session of Unix for each, a log, a time limit, and nothing left behind."""
+"""Processes of an engine: a Unix session for each run, with a log and a time limit. No process outlives its run."""
 
 from __future__ import annotations
 
@@ -14,26 +14,26 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 
-#: NVLink multicast stays off in all arms, so that they use the same hardware.
+#: Turns NVLink multicast off in all arms, so that they use the same hardware.
 MULTICAST_OFF = {
     "NCCL_NVLS_ENABLE": "0",
     "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1",
     "NVSHMEM_DISABLE_NVLS": "1",
     "VLLM_ALLREDUCE_USE_SYMM_MEM": "0",
     "VLLM_USE_NCCL_SYMM_MEM": "0",
-    # "auto" prefers mnnvl, which is multicast.
+    # "auto" prefers mnnvl, which uses multicast.
     "VLLM_FLASHINFER_ALLREDUCE_BACKEND": "trtllm",
 }
-# The arms decide which plugins run, and their logs are read.
+# The arms decide which plugins run, and the harness reads the logs.
 _FORCED = {"VLLM_LOGGING_LEVEL": "INFO", "PYTHONUNBUFFERED": "1", "NO_COLOR": "1"}
 _REMOVED = ("VLLM_PLUGINS", "SGLANG_PLUGINS", "LLM_COMM_ENABLE", "LLM_COMM_FUSE")
 _DEFAULTS = {"VLLM_NO_USAGE_STATS": "1", "HF_HUB_OFFLINE": "1"}
 
 ROOT = Path(__file__).resolve().parents[1]
 PLUGINS = Path(__file__).resolve().parent / "plugins"
-#: Of their entry points, for both engines.
+#: Name of the harness's entry points, for both engines.
 PLUGIN_NAME = "llm_comm_bench"
-# The working tree goes to the end of the path: an installed llm_comm must not be hidden by its own sources.
+# The working tree is appended to the path, so that its sources do not hide an installed llm_comm.
 _BOOT = "import runpy, sys; sys.path.append(sys.argv.pop(1)); runpy.run_module(sys.argv.pop(1), run_name='__main__')"
 
 _POLL_S = 0.1
@@ -41,34 +41,35 @@ _PROGRESS = re.compile(r"^\[bench\] (.*)$", re.MULTILINE)
 
 
 def environment(extra: Mapping[str, str], inherited: Mapping[str, str]) -> dict[str, str]:
-    """The variables of an engine's processes.
+    """Return the environment variables of an engine's processes.
 
     Args:
-        extra: Of the arm.
-        inherited: Of the harness; the rest of it is passed on.
+        extra: Variables of the arm.
+        inherited: Variables of the harness, passed on except for those that the harness controls.
     """
     result = {name: value for name, value in inherited.items() if name not in _REMOVED}
-    # The processes run in another directory.
+    # Made absolute, since the processes run in another directory.
     path = [os.path.abspath(entry) for entry in result.get("PYTHONPATH", "").split(os.pathsep) if entry]
     result["PYTHONPATH"] = os.pathsep.join([*path, str(PLUGINS)])
     return {**_DEFAULTS, **result, **MULTICAST_OFF, **_FORCED, **extra}
 
 
 def module_command(module: str, *arguments: str) -> list[str]:
-    """The command that runs a module of this package in the engine's environment."""
+    """Return the command that runs a module of this package in the engine's environment."""
     return [sys.executable, "-c", _BOOT, str(ROOT), module, *arguments]
 
 
 def members(session: int) -> list[int]:
-    """The processes of a session that have not ended.
+    """Return the processes of a session that have not ended.
 
-    One whose first thread has exited looks like a zombie while other threads of it run, which may hold a GPU's memory.
+    A process whose main thread has exited looks like a zombie while its other threads run, and can hold GPU memory.
     """
     found = []
     for entry in os.listdir("/proc"):
         if entry.isdigit():
             with contextlib.suppress(OSError, IndexError):
-                # Behind the name, which may hold anything: state, parent, group, session; the 18th counts threads.
+                # Fields after the name, which can contain anything: state, parent, group, session; the 18th is the
+                # number of threads.
                 fields = Path("/proc", entry, "stat").read_text().rpartition(")")[2].split()
                 has_ended = fields[0] == "X" or (fields[0] == "Z" and int(fields[17]) < 2)
                 if int(fields[3]) == session and not has_ended:
@@ -78,16 +79,16 @@ def members(session: int) -> list[int]:
 
 @contextlib.contextmanager
 def ended_by_signals() -> Iterator[None]:
-    """SIGTERM and SIGHUP raise SystemExit within the block, as Ctrl-C raises KeyboardInterrupt.
+    """Make SIGTERM and SIGHUP raise SystemExit within the block, as Ctrl-C raises KeyboardInterrupt.
 
-    By default they would end this process alone: ``timeout``, a batch system or a closed terminal would leave engines
-    behind, with the GPUs' memory. One that is ignored (``nohup``) stays ignored.
+    By default they end only this process: ``timeout``, a batch system or a closed terminal would leave engines running
+    that hold GPU memory. A signal that is ignored (``nohup``) stays ignored.
     """
     before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGHUP)}
     taken = [number for number, handler in before.items() if handler != signal.SIG_IGN]
 
     def end(number: int, _: object) -> None:
-        # A second one must not interrupt what ends the engines.
+        # a second signal must not interrupt the cleanup
         for each in taken:
             signal.signal(each, signal.SIG_IGN)
         sys.exit(128 + number)
@@ -102,16 +103,16 @@ def ended_by_signals() -> Iterator[None]:
 
 
 class Session:
-    """A command in a session of its own, with all processes that it starts.
+    """Command in a Unix session of its own, with all processes that it starts.
 
-    None outlives the ``with`` block, which also holds where a signal ends this process (``ended_by_signals``). So the
-    block is the main thread's, the only one that gets signals.
+    None of them outlives the ``with`` block, even if a signal ends this process (``ended_by_signals``). The block must
+    therefore be in the main thread, which alone receives signals.
 
     Args:
-        command: What to run.
-        environment: Its variables.
-        log: Takes stdout and stderr.
-        directory: Where it runs.
+        command: Command to run.
+        environment: Its environment variables.
+        log: File for stdout and stderr.
+        directory: Working directory.
     """
 
     process: subprocess.Popen[bytes]
@@ -147,15 +148,15 @@ class Session:
 
     @property
     def processes(self) -> list[int]:
-        """All living processes of the session."""
+        """Living processes of the session."""
         return members(self.process.pid)
 
     def text(self) -> str:
-        """The log so far."""
+        """Return the log so far."""
         return self.log.read_text(encoding="utf-8", errors="replace")
 
     def progress(self) -> list[str]:
-        """What the process has told of its progress since the last call: lines that begin with ``[bench]``."""
+        """Return the progress lines of the process since the last call: those that begin with ``[bench]``."""
         with self.log.open("rb") as file:
             file.seek(self._read_to)
             new = file.read()
@@ -164,7 +165,8 @@ class Session:
         return _PROGRESS.findall(new[:complete].decode(errors="replace"))
 
     def wait_for(self, condition: Callable[[], bool], timeout_s: float, show: Callable[[str], None]) -> bool:
-        """Whether ``condition`` came true within the time; also looked at when the process ends."""
+        """Wait until ``condition`` is true, the process ends, or the time is up. Return whether the condition became
+        true."""
         deadline = time.monotonic() + timeout_s
         while True:
             ended = self.process.poll() is not None
@@ -177,7 +179,7 @@ class Session:
             time.sleep(_POLL_S)
 
     def kill(self) -> None:
-        """Ends all processes of the session and returns when they are gone."""
+        """Kill all processes of the session and return when they are gone."""
         deadline = time.monotonic() + 30
         while left := self.processes:
             for pid in left:
@@ -191,12 +193,12 @@ class Session:
 
 @dataclass(frozen=True)
 class Outcome:
-    """How a run went.
+    """Outcome of a run.
 
     Attributes:
-        seconds: From its start to its end.
-        failure: Why there is no result; empty if there is one.
-        log: What its processes said.
+        seconds: Duration.
+        failure: Why there is no result; "" if there is one.
+        log: Output of its processes.
     """
 
     seconds: float
@@ -213,9 +215,9 @@ def run(
     show: Callable[[str], None],
     grace_s: float = 6.0,
 ) -> Outcome:
-    """Runs a command until it has written ``result`` and has ended.
+    """Run a command until it has written ``result`` and has ended.
 
-    One that does not end by itself within ``grace_s`` after its result is killed; the result counts.
+    If it does not end within ``grace_s`` seconds after its result, it is killed; the result counts.
     """
     begin = time.monotonic()
     result.unlink(missing_ok=True)

@@ -1,4 +1,4 @@
-"""The comparison as text, JSON and PNG."""
+"""Report of a comparison as text, JSON and PNG."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _HEAD = (
     "arm", "decode ms/token", "(min-max)", "vs nccl", "(min-max)", "vs default", "(min-max)", "recovered",
     "TTFT mean", "median", "P99", "TPOT mean", "median", "P99", "ITL mean", "median", "P99", "P99.9",
 )  # fmt: skip
-#: Length of prompts that a report does not name.
+#: Stands for the prompt length in reports that do not have it.
 _UNKNOWN = "?"
 _LATENCIES = (
     *(f"{kind}_{name}_ms" for name in ("ttft", "tpot", "itl") for kind in ("mean", "median", "p99")),
@@ -23,7 +23,7 @@ _LATENCIES = (
 
 
 def text(report: Mapping[str, Any]) -> str:
-    """Tables, the check and the failures, for people."""
+    """Format tables, checks and failures."""
     parts = [_title(report)]
     for size, by_arm in report["decode"].items():
         rows = [_HEAD, *(_row(arm, entry, "decode_ms") for arm, entry in by_arm.items())]
@@ -45,13 +45,13 @@ def text(report: Mapping[str, Any]) -> str:
 
 
 def _prefills(report: Mapping[str, Any]) -> Mapping[Any, Any]:
-    """By length; reports up to 2026-11-22 have one, and its arms alone."""
+    """Return prefills by length. Reports up to 2026-11-22 have one length and only its arms."""
     prefill, tokens = report["prefill"], report["settings"].get("prefill_tokens")
     return {tokens: prefill} if prefill and isinstance(tokens, int) else prefill
 
 
 def _is_free(arm: str) -> bool:
-    """Also of an arm that an older or a patched harness had."""
+    """Return whether an arm is a bound. Also for arms that this version does not have."""
     return arm in ARMS and ARMS[arm].free
 
 
@@ -99,9 +99,9 @@ def _aligned(rows: Sequence[Sequence[str]]) -> str:
 
 
 def _by_length(check: Mapping[str, Any]) -> tuple[Mapping[str, Any], Mapping[str, float]]:
-    """{arm: {length: ...}} of logits, and the limits by length.
+    """Return the logits as {arm: {length: ...}}, and the limits by length.
 
-    Reports up to 2026-11-26 have prompts of one length, which they do not say.
+    Reports up to 2026-11-26 have prompts of one length, which they do not name.
     """
     logits, limit = check["logits"], check.get("limit", {})
     logits = {arm: {_UNKNOWN: entry} if "prompts" in entry else entry for arm, entry in logits.items()}
@@ -151,10 +151,10 @@ def write_json(path: Path, report: Mapping[str, Any]) -> None:
 
 
 def plot(path: Path, report: Mapping[str, Any]) -> None:
-    """Bars of decode ms per token by batch size and arm, with the spread over the repeats, as a PNG.
+    """Draw decode ms per token by batch size and arm as bars, with the spread over the repeats, to a PNG.
 
     Raises:
-        ImportError: There is no matplotlib.
+        ImportError: matplotlib is not installed.
     """
     from matplotlib.figure import Figure
 
@@ -200,7 +200,7 @@ def plot(path: Path, report: Mapping[str, Any]) -> None:
 
 
 def show(file: Path) -> None:
-    """Prints what is in a ``report.json`` and draws the plot beside it, if matplotlib is there."""
+    """Print a ``report.json`` and draw the plot next to it, if matplotlib is installed."""
     content = json.loads(file.read_text(encoding="utf-8"))
     print(text(content))
     if not content["decode"]:

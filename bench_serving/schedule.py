@@ -1,4 +1,4 @@
-"""The order of the runs."""
+"""Order of the runs."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ from collections.abc import Sequence
 
 
 def interleaved(arms: Sequence[str], repeats: int) -> list[tuple[int, str]]:
-    """(repeat, arm) in the order of the runs: all arms, then all again in the opposite order, and so on.
+    """Return (repeat, arm) in the order of the runs: all arms, then all in reverse order, and so on.
 
-    What drifts with time (temperature, clocks, other tenants) so weighs on all arms alike.
+    Effects that drift with time (temperature, clocks, other tenants) thereby affect all arms alike.
     """
     order: list[tuple[int, str]] = []
     for repeat in range(repeats):

@@ -1,4 +1,4 @@
-"""From the results of all runs to what the comparison says."""
+"""Summary of the results of all runs."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ class Run:
     """One start of the engine.
 
     Attributes:
-        repeat: Which round, from 0.
+        repeat: Number of the repeat, from 0.
         arm: Name of the arm.
-        seconds: Duration, the start of the engine included.
-        failure: Why there is no result, or why it does not count; empty if all is well.
-        evidence: Lines of the log that show that the engine did what the arm says.
-        result: What the process in the engine wrote (``engines/measure.py``); None after a failure.
+        seconds: Duration, including the start of the engine.
+        failure: Why there is no valid result; "" if there is one.
+        evidence: Log lines that show that the engine did what the arm says.
+        result: Output of the engine's process (``engines/measure.py``); None after a failure.
     """
 
     repeat: int
@@ -34,16 +34,19 @@ class Run:
 
 
 def spread(values: Sequence[float]) -> dict[str, Any]:
-    """Median, smallest and largest of the values of the repeats, and the values."""
+    """Return median, minimum and maximum of the values of the repeats, and the values."""
     return {"median": median(values), "min": min(values), "max": max(values), "values": list(values)}
 
 
 def summarize(runs: Sequence[Run]) -> dict[str, Any]:
-    """What the runs without failure say: {"decode": {batch: {arm: ...}}, "prefill": {tokens: {arm: ...}}}.
+    """Summarize the runs without failure: {"decode": {batch: {arm: ...}}, "prefill": {tokens: {arm: ...}}}.
 
-    Each arm has the latencies over all its requests under vLLM's names; ``decode_ms`` (in ``prefill``: ``ttft_ms``),
-    the median of each repeat and their spread; ``speedup_over`` a baseline, how many times faster it is, compared
-    repeat by repeat; and ``recovered_share``, which part of the time between ``default`` and ``free`` it wins.
+    Each arm has:
+
+    - The latencies over all its requests, under vLLM's names.
+    - ``decode_ms`` (in ``prefill``: ``ttft_ms``): the median of each repeat, and their spread.
+    - ``speedup_over`` a baseline: how many times faster it is, compared repeat by repeat.
+    - ``recovered_share``: the part of the time between ``default`` and ``free`` that it saves.
     """
     good = [run for run in runs if not run.failure and run.result is not None]
     decode: dict[str, dict[str, Any]] = {}
@@ -75,16 +78,16 @@ def summarize(runs: Sequence[Run]) -> dict[str, Any]:
 
 
 def _means(latencies: Sequence[Mapping[str, float]]) -> dict[str, float]:
-    """Over the repeats, of what an engine's own benchmark reported."""
+    """Return the means over the repeats of what an engine's own benchmark reported."""
     return {name: sum(values[name] for values in latencies) / len(latencies) for name in latencies[0]}
 
 
 def compare(times: Mapping[str, Mapping[int, float]], name: str) -> dict[str, dict[str, Any]]:
-    """Spread, speed-ups and recovered share of each arm.
+    """Return spread, speedups and recovered share of each arm.
 
     Args:
         times: {arm: {repeat: milliseconds}}.
-        name: What to call the times.
+        name: Key of the times in the result.
     """
     result: dict[str, dict[str, Any]] = {}
     for arm, own in times.items():

@@ -1,4 +1,4 @@
-"""What a comparison ran on: packages, CUDA, devices, commit. Nothing is imported for it, and no GPU is touched."""
+"""Environment of a comparison: packages, CUDA, devices, commit. No package is imported, and no GPU is used."""
 
 from __future__ import annotations
 
@@ -11,34 +11,34 @@ import runpy
 import subprocess
 from pathlib import Path
 
-#: Memory of a GPU that no program uses, by far: drivers and daemons hold up to some hundred MiB.
+#: Memory in MiB below which a GPU counts as unused; drivers and daemons hold a few hundred MiB.
 _IDLE_MIB = 2048
 _PACKAGES = ("torch", "llm_comm", "triton", "transformers", "flashinfer-python")
 
 
 def versions(engine: str) -> dict[str, str | None]:
-    """Of the packages in this environment, which is that of the engine; None for what is not there."""
+    """Return the versions of packages in this environment, which is the engine's; None for missing ones."""
     found: dict[str, str | None] = {name: _installed(name) for name in (engine, *_PACKAGES)}
     gpu = _first_line("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader")
     return {**found, "python": platform.python_version(), "cuda": _cuda_of_torch(), "driver": gpu or None}
 
 
 def device() -> str | None:
-    """Name of the first GPU, or None."""
+    """Return the name of the first GPU, or None."""
     return _first_line("nvidia-smi", "--query-gpu=name", "--format=csv,noheader") or None
 
 
 def busy_gpus(count: int) -> list[str]:
-    """Which of the first ``count`` visible GPUs hold memory of other processes, a sentence each.
+    """Return a sentence for each of the first ``count`` visible GPUs on which other processes hold memory.
 
-    Whoever measures beside them measures them too, and an engine may not start.
+    Other processes distort the measurement, and the engine may not start.
     """
     chosen = os.environ.get("CUDA_VISIBLE_DEVICES")
     which = ("-i", chosen) if chosen else ()
     lines = _output("nvidia-smi", *which, "--query-gpu=index,memory.used,memory.total", "--format=csv,noheader,nounits")
     busy = []
     for line in lines[:count]:
-        # Where it is not known, as with MIG, it is "[N/A]".
+        # With MIG the value is "[N/A]".
         found = re.fullmatch(r"(\d+), (\d+), (\d+)", line.strip())
         if found and int(found[2]) > _IDLE_MIB:
             busy.append(f"GPU {found[1]}: {found[2]} of {found[3]} MiB are in use by other processes")
@@ -46,7 +46,7 @@ def busy_gpus(count: int) -> list[str]:
 
 
 def commit(root: Path) -> str | None:
-    """Of the checkout in ``root``, or None if it is none."""
+    """Return the commit of the checkout in ``root``, or None if it is no checkout."""
     return _first_line("git", "-C", str(root), "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*") or None
 
 
@@ -70,7 +70,7 @@ def _first_line(*command: str) -> str:
 
 
 def _output(*command: str) -> list[str]:
-    """The lines that a command prints; none if it is not there or fails."""
+    """Return the lines that a command prints; empty if the command is missing or fails."""
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=20, check=True)
     except (OSError, subprocess.SubprocessError):

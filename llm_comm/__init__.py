@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from llm_comm.bare_sources import give_way
 
-give_way()  # before anything asks for the compiled module
+give_way()  # before any import of the compiled module
 
 # ruff: noqa: E402
 from llm_comm.communicator import Communicator
@@ -26,7 +26,7 @@ from llm_comm.planning.plan import Plan
 from llm_comm.runtime.channels import Channels
 from llm_comm.runtime.statistics import Stats
 
-#: Of before all operations had one kind of plan.
+#: Deprecated alias of ``Plan``.
 FusedPlan = Plan
 
 __all__ = [

@@ -1,4 +1,4 @@
-"""``python -m llm_comm`` is ``llm-comm``."""
+"""Entry point of ``python -m llm_comm``, the command ``llm-comm``."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Arrays of other libraries (CuPy, NumPy, JAX, ...) as torch tensors over the same memory, and back."""
+"""Conversion of arrays of other libraries (CuPy, NumPy, JAX, ...) to torch tensors over the same memory, and back."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ from llm_comm.errors import UnsupportedInputError
 
 
 def as_tensor(array: Any) -> torch.Tensor:
-    """A tensor over the memory of ``array``.
+    """Return a tensor over the memory of ``array``.
 
     Args:
         array: A tensor, or an object with ``__dlpack__`` or ``__cuda_array_interface__``.
 
     Raises:
-        UnsupportedInputError: It is none of these, or of a type or layout that torch does not have.
+        UnsupportedInputError: ``array`` is none of these, or has a dtype or layout that torch does not support.
     """
     if isinstance(array, torch.Tensor):
         return array
     if hasattr(array, "__dlpack__"):
-        # torch aborts the process.
+        # torch would abort the process on negative strides.
         if any(stride < 0 for stride in getattr(array, "strides", None) or ()):
             raise UnsupportedInputError(f"the {type(array).__name__} has negative strides, {array.strides}: copy it")
         try:
@@ -38,7 +38,7 @@ def as_tensor(array: Any) -> torch.Tensor:
         tensor = torch.as_tensor(array, device="cuda")
         if tensor.data_ptr() == interface["data"][0]:
             return tensor
-        # torch takes it for one of the current device.
+        # torch ignores the array's device and assumes the current one.
         raise UnsupportedInputError(
             f"the memory of the {type(array).__name__} is not on the current CUDA device, {tensor.device}: "
             "make its device the current one"
@@ -49,16 +49,16 @@ def as_tensor(array: Any) -> torch.Tensor:
 
 
 def as_output(array: Any) -> torch.Tensor:
-    """A tensor over the memory of an array that is to be written.
+    """Return a tensor over the memory of an array that will be written.
 
     Raises:
-        UnsupportedInputError: The array cannot be used, or not be written.
+        UnsupportedInputError: The array cannot be used, or is read-only.
     """
     if isinstance(array, torch.Tensor):
         return array
     library = _library(array)
     flags, interface = getattr(array, "flags", None), getattr(array, "__cuda_array_interface__", None)
-    # CuPy's flags do not have it: all of its arrays can be written.
+    # CuPy's flags have no "writeable": all of its arrays can be written.
     is_read_only = not getattr(flags, "writeable", True) or (interface is not None and interface["data"][1])
     if is_read_only or library in _IMMUTABLE or _is_read_only_by_dlpack(array):
         raise UnsupportedInputError(f"out is a {type(array).__name__} that is read-only; leave out out, or copy it")
@@ -66,13 +66,13 @@ def as_output(array: Any) -> torch.Tensor:
 
 
 def call(operation: Callable[..., Any], x: Any, out: Any) -> Any:
-    """Call ``operation(x, out)`` with tensors over the memory of arrays.
+    """Call ``operation(x, out)`` with tensors over the memory of the arrays.
 
     Returns:
-        ``out``, or where it is None the result as an array like ``x``.
+        ``out``. If ``out`` is None, the result as an array like ``x``.
 
     Raises:
-        UnsupportedInputError: As of ``as_tensor`` and ``as_output``.
+        UnsupportedInputError: See ``as_tensor`` and ``as_output``.
     """
     if out is None:
         return like(x, operation(as_tensor(x), None))
@@ -82,8 +82,8 @@ def call(operation: Callable[..., Any], x: Any, out: Any) -> Any:
 
 
 def like(array: Any, tensor: torch.Tensor) -> Any:
-    """``tensor`` as an array of the library that ``array`` belongs to, over the same memory; the tensor itself where
-    that library takes none."""
+    """Return ``tensor`` as an array of the library of ``array``, over the same memory. Return the tensor itself if that
+    library has no ``from_dlpack``."""
     if isinstance(array, torch.Tensor):
         return tensor
     module = importlib.import_module(_MODULES.get(_library(array), _library(array)))
@@ -92,17 +92,17 @@ def like(array: Any, tensor: torch.Tensor) -> Any:
 
 
 def is_dense_on(tensor: torch.Tensor, device: torch.device) -> bool:
-    """Whether a tensor is one block of memory there: what torch.compile can trace of ``why_not_plain`` and the rest."""
+    """Return whether a tensor is one contiguous block of memory on ``device``. torch.compile can trace this check."""
     return (
         tensor.device == device and tensor.layout is torch.strided and not tensor.is_nested and tensor.is_contiguous()
     )
 
 
 def why_not_plain(tensor: torch.Tensor) -> str:
-    """Why the memory of a tensor does not hold its values, or "". Of other layouts torch does not say whether they are
-    contiguous: this is to be asked first.
+    """Return why the memory of a tensor does not hold its values, or "". Must be called before ``is_contiguous``, which
+    raises for sparse and nested tensors.
 
-    Under torch.compile, which cannot trace the question, it is left to the operator in the graph.
+    Always "" under torch.compile, which cannot trace the question. The operator in the graph asks again.
     """
     if torch.compiler.is_compiling():
         return ""
@@ -112,7 +112,7 @@ def why_not_plain(tensor: torch.Tensor) -> str:
         return "the tensor is a negated view of another's memory: pass tensor.resolve_neg()"
     if tensor.is_conj():
         return "the tensor is a conjugated view of another's memory: pass tensor.resolve_conj()"
-    # Whoever has no DTensor has not imported this.
+    # A process that has not imported this module has no DTensor.
     sharded = sys.modules.get("torch.distributed.tensor")
     if sharded is not None and isinstance(tensor, sharded.DTensor):
         return "the tensor is a DTensor: pass tensor.to_local()"
@@ -120,10 +120,10 @@ def why_not_plain(tensor: torch.Tensor) -> str:
 
 
 def _is_read_only_by_dlpack(array: Any) -> bool:
-    """Whether an array says by DLPack, from version 1.0 on, that nobody is to write its memory."""
+    """Return whether an array declares its memory read-only through DLPack 1.0 or later."""
     try:
         capsule = array.__dlpack__(max_version=(1, 0))
-    except (AttributeError, TypeError, BufferError):  # it has no DLPack, or an earlier version
+    except (AttributeError, TypeError, BufferError):  # no DLPack, or an older version
         return False
     if not _is_capsule(capsule, _VERSIONED):
         return False
@@ -131,7 +131,7 @@ def _is_read_only_by_dlpack(array: Any) -> bool:
 
 
 class _ManagedTensor(ctypes.Structure):
-    """The beginning of DLManagedTensorVersioned: https://dmlc.github.io/dlpack/latest/c_api.html"""
+    """Leading fields of DLManagedTensorVersioned: https://dmlc.github.io/dlpack/latest/c_api.html"""
 
     _fields_ = (
         ("version", ctypes.c_uint32 * 2),
@@ -149,7 +149,7 @@ _pointer_of = ctypes.PYFUNCTYPE(ctypes.POINTER(_ManagedTensor), ctypes.py_object
     ("PyCapsule_GetPointer", ctypes.pythonapi)
 )
 
-# Modules with from_dlpack, where it is not the library's own.
+# Modules with from_dlpack, for libraries whose top module has none.
 _MODULES = {"jaxlib": "jax.dlpack"}
 _IMMUTABLE = ("jaxlib", "jax")
 

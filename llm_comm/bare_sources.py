@@ -1,4 +1,4 @@
-"""Sources of a checkout that are imported where they are not built, because Python was started in its root."""
+"""Redirect imports from an unbuilt checkout, in whose root Python was started, to an installed llm_comm."""
 
 from __future__ import annotations
 
@@ -12,10 +12,11 @@ _HERE = Path(__file__).parent
 
 
 def give_way() -> None:
-    """Import the installed llm_comm in the place of these sources, if they are not built.
+    """Replace these sources in ``sys.modules`` by the installed llm_comm, unless they are built. Warn that this
+    happened.
 
     Raises:
-        ImportError: They are not, and there is no other.
+        ImportError: The sources are not built, and no other llm_comm is installed.
     """
     if importlib.util.find_spec("llm_comm._core") is not None:
         return

@@ -1,4 +1,4 @@
-"""The communicator: one group's collectives, on GPUs or on emulated ones."""
+"""Communicator: the collectives of one process group, on GPUs or on emulated ones."""
 
 from __future__ import annotations
 
@@ -43,27 +43,31 @@ logger = logging.getLogger("llm_comm")
 
 
 class Communicator(Sums, GatherScatter, LinearLayers):
-    """All-reduce and its kin for the ranks of one process group, on one machine or on several with equally many each.
+    """Collectives of the ranks of one process group: all-reduce, all-gather, reduce-scatter, and fused forms of them.
 
-    Making one is collective over the group: either all ranks get one or all raise. Calls are collective too: all ranks
-    make the same calls, with the same shapes and dtypes, in the same order. Work is enqueued on the current CUDA stream
-    and can be captured in CUDA graphs. A call on another stream than the last one waits for that one, which must still
-    exist; graphs of one communicator must not run on two streams at once (``Config.debug`` notices). For inference:
-    nothing is differentiated, so in grad mode an operand that requires grad is an UnsupportedInputError. Tensors that
-    are written count up their version. Under a TorchDispatchMode, a tracer or a transform of torch.func, calls go by
-    the registered torch operators.
+    The ranks are on one machine, or on several with equally many ranks each. Construction is collective: all ranks get
+    a communicator or all raise. Calls are collective too: all ranks must make the same calls, with the same shapes and
+    dtypes, in the same order.
+
+    Work is enqueued on the current CUDA stream and can be captured in CUDA graphs. A call on another stream than the
+    previous call waits for that stream, which must still exist. Graphs of one communicator must not run on two streams
+    at once; ``Config.debug`` detects this.
+
+    The communicator is for inference. Nothing is differentiated: in grad mode, an operand that requires grad raises
+    UnsupportedInputError. Writes increment the version counter of a tensor. Under a TorchDispatchMode, a tracer or a
+    transform of torch.func, calls run through the registered torch operators.
 
     Args:
-        group: The ranks, each with a device of its own: 1 to 8 processes of this machine, or as many on each of several
-            machines (docs/nodes.md: what else works only within a machine). gloo or NCCL.
-        device: CUDA device of this rank, or ``"cpu"`` for an emulated GPU that works on CPU tensors. None takes the
-            current CUDA device if there is one and the build has CUDA kernels, else an emulated GPU.
-        config: Options, the same on all ranks; None loads them (``Config.load``).
+        group: Process group over gloo or NCCL, one device for each rank: 1 to 8 processes of this machine, or as many
+            on each of several machines. docs/nodes.md lists what is available on one machine only.
+        device: CUDA device of this rank, or ``"cpu"`` for an emulated GPU on CPU tensors. None takes the current CUDA
+            device; without a GPU or CUDA kernels in the build, an emulated one.
+        config: Options, equal on all ranks. None loads them (``Config.load``).
 
     Raises:
-        RendezvousError: Ranks are missing, configured differently, or cannot reach each other's memory, or not as many
-            are on each machine. The text says which and why.
-        ConfigError: An option of a rank is not allowed, or its tuning table or a program that is named cannot be used.
+        RendezvousError: Ranks are missing, configured differently, cannot access each other's memory, or are unevenly
+            distributed over machines. The text says which ranks and why.
+        ConfigError: An option of a rank is invalid, or its tuning table or a named DSL program cannot be used.
         UnsupportedInputError: The device of a rank is neither a CUDA device nor the CPU.
     """
 
@@ -74,7 +78,7 @@ class Communicator(Sums, GatherScatter, LinearLayers):
         config: Config | None = None,
     ) -> None:
         rendezvous, self.device, self.config = agree(group, device, config)
-        # Where nobody chose a level here, one that the application has set for this logger stays.
+        # A level that the application has set for this logger stays, unless the option log is set.
         if "log" in self.config.origins or logger.level == logging.NOTSET:
             logger.setLevel(self.config.log.upper())
         self.is_emulated = self.device.type == "cpu"
@@ -82,7 +86,7 @@ class Communicator(Sums, GatherScatter, LinearLayers):
         try:
             connected = self._connect(rendezvous)
         except BaseException as error:
-            # Whoever keeps the error keeps the frames that it went through, and what they hold: the device's memory.
+            # A caller that keeps the exception would keep its frames, and through their locals device memory.
             _clear_frames(error)
             raise
         self.memory_kind = connected.memory_kind
@@ -103,7 +107,7 @@ class Communicator(Sums, GatherScatter, LinearLayers):
             LinearAllReduceAddRmsNorm(self._handle, layers, norms),
         )
         self._other_operations = GenericOperations(*common, "" if self._multi_node is None else WITHIN_A_NODE)
-        # Found with one look-up each.
+        # Bound at set-up to save attribute look-ups in calls.
         self._all_reduce = self._operations.all_reduce.run
         self._all_reduce_add_rms_norm = self._operations.all_reduce_add_rms_norm.run
         self._all_gather = self._operations.all_gather.run
@@ -129,9 +133,10 @@ class Communicator(Sums, GatherScatter, LinearLayers):
         )
 
     def _connect(self, rendezvous: Rendezvous) -> Connected | MultiNodeGroup:
-        """Connects the ranks of this machine; where there are others, also what is between them. Collective."""
+        """Connect the ranks of this machine and, if there are several machines, the connections between them.
+        Collective."""
         topology = find_topology(rendezvous, self.config)
-        #: What there is between nodes; None where all ranks are on one.
+        #: Connections between nodes; None if all ranks are on one node.
         self._multi_node: MultiNodeGroup | None = None
         if topology is not None:
             self._multi_node = set_up(rendezvous, topology, self.device, self.config)
@@ -140,7 +145,7 @@ class Communicator(Sums, GatherScatter, LinearLayers):
         return connect(rendezvous, self.device, self.config, compared)
 
     def _between_ranks(self) -> tuple[AllReduce, AllReduceAddRmsNorm, AllGather, ReduceScatter]:
-        """The operations in which other ranks take part."""
+        """Build the operations that communicate between ranks."""
         if self._multi_node is not None:
             return self._multi_node.operations()
         common = (self._handle, self._planner)
@@ -148,11 +153,12 @@ class Communicator(Sums, GatherScatter, LinearLayers):
         return AllReduce(*common), AllReduceAddRmsNorm(*common), AllGather(*of_parts), ReduceScatter(*of_parts)
 
     def _load_programs(self, rendezvous: Rendezvous) -> None:
-        """Has the programs of llm_comm.dsl compiled that options or the table name. Collective."""
+        """Compile the DSL programs that options or the tuning table name. Collective."""
         if self.config.dsl is None and not programs.named_by(self.config, self.table):
             return
         try:
-            # By name, as the programs themselves: they are made of a communicator's parts, so their layer is above.
+            # Imported by name, as the programs are: llm_comm.dsl uses parts of the communicator and is the higher
+            # layer.
             name = "llm_comm.dsl.selected"
             selected = rendezvous.attempt(f"import of {name}", lambda: importlib.import_module(name))
             self._planner.programs = selected.load(rendezvous, self._heap, self._handle, self.config, self.table)
@@ -166,95 +172,96 @@ class Communicator(Sums, GatherScatter, LinearLayers):
     def run(
         self, operation: str, buffers: Mapping[str, torch.Tensor | None], *, row: int = 0, **parameters: float
     ) -> None:
-        """Runs an operation of the registry that has no method here: of an algorithm of one's own, say.
+        """Run an operation of the registry that has no method, such as one of your own.
 
         Args:
-            operation: Its name; ``llm-comm algorithms`` lists operations, with their buffers and parameters.
-            buffers: Tensors by name: on this communicator's device, contiguous, of one type and number of elements.
-                Outputs share no memory with any other. An optional one may be None or left out.
-            row: Elements of a row, for an operation that works by rows.
-            parameters: The operation's own, the same on all ranks.
+            operation: Name of the operation. ``llm-comm algorithms`` lists operations with their buffers and
+                parameters.
+            buffers: Tensors by name: contiguous, on this communicator's device, of one dtype and number of elements. An
+                output must not overlap another buffer. Optional buffers may be None or omitted.
+            row: Elements of a row, for an operation on rows.
+            parameters: Parameters of the operation, equal on all ranks.
 
         Raises:
-            UnsupportedInputError: There is no such operation, a tensor or a number does not fit or is missing,
-                ``plan_for`` of the same is declined, or a mode, tracer or transform of torch would miss the call.
-            CommunicatorError: This or an earlier call has failed, as of ``all_reduce``.
+            UnsupportedInputError: The operation is unknown, a tensor or parameter is missing or invalid, or the plan
+                declines the call (``plan_for``). Also if a mode, tracer or transform of torch would miss the call.
+            CommunicatorError: This or an earlier call has failed, see ``all_reduce``.
         """
         self._other_operations.run(operation, buffers, row, parameters)
 
     # ---- Memory ---------------------------------------------------------------------------------------------------
 
     def empty(self, shape: int | Sequence[int], dtype: torch.dtype | None = None) -> torch.Tensor:
-        """A new tensor in symmetric memory, which all ranks have mapped: operations whose tensors all lie there read
-        and write those of the peers directly.
+        """Allocate a tensor in symmetric memory, which all ranks have mapped. Collective.
 
-        Collective: every rank makes the same call, and all get a tensor or all raise. It takes a millisecond or more,
-        and must not come while a CUDA graph is captured. The tensor is an ordinary one, of memory that is not torch's:
-        views and slices lie in symmetric memory too, ``out=`` and CUDA graphs take it, and ``record_stream`` does
-        nothing.
+        Operations whose tensors are all symmetric access the peers' tensors directly. All ranks get a tensor or all
+        raise. A call takes a millisecond or more and must not be made during a graph capture. Views and slices are
+        symmetric too. The tensor can be an ``out=`` and can be used in CUDA graphs. ``record_stream`` has no effect on
+        it, since the memory is not torch's.
 
-        When the tensor and all its views are gone on every rank, a later call of ``empty`` gives the memory to other
-        tensors, or back to the device: it waits for the device then. It does neither once CUDA graphs hold operations
-        of this communicator. A tensor that outlives the communicator keeps its memory, which is then that of this rank
-        alone.
+        Memory is reused or freed by a later call of ``empty``, after the tensor and its views are gone on every rank.
+        That call synchronizes the device. Once CUDA graphs hold operations of this communicator, memory is neither
+        reused nor freed. A tensor that outlives the communicator keeps its memory, for this rank only.
 
         Args:
-            shape: The same on all ranks.
-            dtype: The same on all ranks; None: torch's default.
+            shape: Shape, equal on all ranks.
+            dtype: Dtype, equal on all ranks. None: torch's default.
 
         Raises:
-            RendezvousError: The ranks ask for different tensors, or one of them has no memory. The communicator, and
-                the group, can be used as before.
+            RendezvousError: The ranks ask for different tensors, or a rank has no memory. Communicator and group stay
+                usable.
             MissingRankError: A rank has not made the call within ``Config.timeout_s``.
-            UnsupportedInputError: There is no such tensor, a CUDA graph is being captured, or the ranks are on several
-                nodes.
+            UnsupportedInputError: Shape or dtype is invalid, a CUDA graph is being captured, or the ranks are on
+                several nodes.
         """
         self.check_one_node("Communicator.empty")
         tensor = self._heap.empty(shape, torch.get_default_dtype() if dtype is None else dtype)
         if not self._planner.has_symmetric:
             self._planner.has_symmetric = True
-            self._forget()  # prepared without what symmetric memory makes possible
+            self._forget()  # calls were prepared without algorithms for symmetric memory
         return tensor
 
     def channels(
         self, memory: torch.Tensor | None = None, *, semaphores: int = 16, code: str | bytes | None = None
     ) -> Channels:
-        """Channels to every other rank, for kernels of one's own: see docs/own_kernels.md.
+        """Open channels to every other rank, for user kernels (docs/own_kernels.md). Collective.
 
-        Collective, as ``empty`` is. The proxy of port channels runs from now on.
+        The proxy thread of port channels runs from this call on.
 
         Args:
-            memory: Where the channels write to: a tensor of ``empty``, or a contiguous view of one that begins at a
-                multiple of 16 bytes; the same on all ranks. None: a new one of 1 MiB.
-            semaphores: Of each pair of ranks and each kind of channel. No other object shares them. The same on all
-                ranks.
-            code: Source or image of the kernels that are to use the channels. Where given, a digest of it is compared
-                between the ranks: kernels that differ would exchange wrong data, and nothing else would tell.
+            memory: Destination of the channels, at the same symmetric offset on all ranks: a tensor of ``empty``, or a
+                contiguous view of one that begins at a multiple of 16 bytes. None: a new tensor of 1 MiB.
+            semaphores: Number of semaphores for each pair of ranks and each kind of channel, equal on all ranks. They
+                belong to this object only.
+            code: Source or image of the kernels that use the channels. If given, ranks compare a digest of it. Kernels
+                that differ would exchange wrong data without an error.
 
         Raises:
-            RendezvousError: The ranks ask for different channels or have different code, or one of them has no memory
-                or no proxy.
+            RendezvousError: The ranks ask for different channels or have different code, or a rank has no memory or
+                proxy.
             MissingRankError: A rank has not made the call within ``Config.timeout_s``.
-            UnsupportedInputError: There are no such channels, a CUDA graph is being captured, or the ranks are on
-                several nodes.
+            UnsupportedInputError: An argument is invalid, a CUDA graph is being captured, or the ranks are on several
+                nodes.
         """
         self.check_one_node("Communicator.channels")
         return open_channels(self._heap, self._handle, memory, semaphores, code)
 
     def release(self) -> None:
-        """Gives the memory of the workspace back to the device, until ``restore``: for an engine that sleeps.
+        """Free the memory of the workspace until ``restore``, for an engine in sleep mode. Collective.
 
-        Collective: every rank makes the same call, and the memory of all goes or none. Waits for the device. Prepared
-        calls and CUDA graphs stay good for afterwards. Until then every operation, ``empty`` and ``channels`` are a
-        RuntimeError, and what a graph of this communicator would compute is not computed: do not replay it. Tensors of
-        ``empty``, and memory of programs of llm_comm.dsl, stay as they are. On a GPU one granule of VMM, 2 MiB, stays
-        too. Once released, nothing changes. ``close`` may follow.
+        All ranks free their memory or none does. The call waits for the device. Prepared calls and CUDA graphs are
+        valid again after ``restore``. Until then every operation, ``empty`` and ``channels`` raise RuntimeError, and
+        graphs with operations of this communicator must not be replayed: their results are not computed.
+
+        Tensors of ``empty`` and memory of DSL programs are not freed, nor is one VMM granule (2 MiB) on a GPU. A second
+        call has no effect. ``close`` is allowed after it.
 
         Raises:
             UnsupportedInputError: The memory cannot be released (``why_not_releasable`` says why), or a CUDA graph is
-                being captured. The communicator can be used as before.
-            RendezvousError: A rank refuses: its communicator has failed, for one. As before on the others.
-            MissingRankError: A rank has not made the call within ``Config.timeout_s``; the group is lost.
+                being captured. The communicator stays usable.
+            RendezvousError: A rank refuses, for example because its communicator has failed. Nothing changes on the
+                others.
+            MissingRankError: A rank has not made the call within ``Config.timeout_s``. The process group is lost.
             RuntimeError: The communicator is closed.
         """
         self._handle.core_of_released()
@@ -264,14 +271,14 @@ class Communicator(Sums, GatherScatter, LinearLayers):
         logger.info("%s: the workspace is released", self._heap.rendezvous().names.in_group(self.rank))
 
     def restore(self) -> None:
-        """Takes memory for the workspace again, at the addresses of before, after ``release``: graphs can be replayed.
+        """Allocate the memory of the workspace again after ``release``, at its old addresses. Collective.
 
-        Collective. Where nothing is released, nothing changes.
+        Graphs can be replayed afterwards. Without a ``release`` the call has no effect.
 
         Raises:
-            RendezvousError: A rank has no memory for it, say. The communicator is released as before on all ranks: free
-                memory and call it again, or close it.
-            MissingRankError: A rank has not made the call within ``Config.timeout_s``; the group is lost.
+            RendezvousError: A rank has no memory, for example. All ranks stay released: free memory and call again, or
+                close.
+            MissingRankError: A rank has not made the call within ``Config.timeout_s``. The process group is lost.
             RuntimeError: The communicator is closed.
         """
         self._handle.core_of_released()
@@ -282,28 +289,29 @@ class Communicator(Sums, GatherScatter, LinearLayers):
 
     @property
     def is_released(self) -> bool:
-        """Whether the workspace has no memory now, by ``release``. The same on all ranks."""
+        """True while ``release`` has freed the workspace. Equal on all ranks."""
         return self._handle.is_released
 
     @property
     def why_not_releasable(self) -> str:
-        """Why ``release`` declines, the same on all ranks, or ""."""
+        """Reason why ``release`` is impossible, equal on all ranks, or ""."""
         if self._multi_node is not None:
             return f"releasing {WITHIN_A_NODE}"
         return why_not_releasable(self.memory_kind, self.multicast)
 
     def check_one_node(self, call: str) -> None:
-        """Raises UnsupportedInputError, on all ranks alike, where ``call`` would be of ranks on several nodes."""
+        """Raise UnsupportedInputError, on all ranks alike, if the ranks are on several nodes. ``call`` names the
+        caller."""
         if self._multi_node is not None:
             raise UnsupportedInputError(f"{call} {WITHIN_A_NODE}")
 
     # ---- State --------------------------------------------------------------------------------------------------
 
     def use_table(self, table: TuningTable) -> None:
-        """Selects by another tuning table from now on. For tuning; make the same call on every rank.
+        """Replace the tuning table, for tuning. Every rank must make the same call.
 
         Raises:
-            ConfigError: A row names a program that was not compiled when this communicator was made.
+            ConfigError: A row names a DSL program that was not compiled when this communicator was made.
         """
         self._planner.check_table(table)
         if self._multi_node is not None:
@@ -313,7 +321,7 @@ class Communicator(Sums, GatherScatter, LinearLayers):
         self._handle.core_of_released().load(self._planner.choosable())
 
     def _forget(self) -> None:
-        """Drops what is prepared and planned."""
+        """Drop prepared calls and plans."""
         self._operations.all_reduce.forget()
         self._operations.all_reduce_add_rms_norm.forget()
         self._operations.all_gather.forget()
@@ -325,82 +333,86 @@ class Communicator(Sums, GatherScatter, LinearLayers):
         self._other_operations.forget()
 
     def check(self) -> None:
-        """Raises the CommunicatorError of an earlier call, if one has failed; costs no synchronization.
+        """Raise the CommunicatorError of an earlier call that failed. Does not synchronize with the device.
 
-        Where CUDA graphs hold operations, it also looks whether some have run beside others (docs/reliability.md)."""
+        If CUDA graphs hold operations, also check whether replays overlapped with other operations
+        (docs/reliability.md).
+        """
         self._handle.check(look_at_order=True)
 
     def stats(self) -> Stats:
-        """What this rank has called, declined and ended so far (docs/statistics.md). May be called from any thread, by
-        a rank alone, and after ``close``."""
+        """Return this rank's counts of calls, declined inputs and ended operations (docs/statistics.md).
+
+        Any thread may call this, on one rank alone, and after ``close``.
+        """
         return self._handle.stats()
 
     def on_error(self, callback: Callable[[CommunicatorError], None], *, exits: bool = False) -> None:
-        """Calls ``callback`` with the error when this communicator fails, though no call is made any more.
+        """Call ``callback`` with the error when this communicator fails, even if no further call is made.
 
-        It comes within ``Config.timeout_s``, once, in a thread of the communicator (at once, in this one, if it has
-        failed already), and must not wait for the GPU; to end the process it has to use ``os._exit``. A bound method
-        does not keep its object alive. Where there is no callback, the error is logged. From then on every operation
-        raises it.
+        The callback runs once, within ``Config.timeout_s``, in a thread of the communicator. After an earlier failure
+        it runs at once in the calling thread. It must not wait for the GPU, and must use ``os._exit`` to end the
+        process. A bound method does not keep its object alive. Without a callback the error is logged. Every operation
+        raises it afterwards.
 
         Args:
-            callback: Called with what the operations raise.
-            exits: From now on this communicator fails too when the process of another rank has exited without closing
-                its own, though no operation waits for that rank: a second later, or as soon as this process ends or
-                drops the communicator (where the callback is still there). A rank whose interpreter ends, by an
-                exception for one, counts as one that has closed.
+            callback: Receives the exception that operations raise.
+            exits: Fail also if another rank's process exits without closing its communicator, although no operation
+                waits for it. The failure comes one second after the exit, or as soon as this process ends or drops the
+                communicator while the callback still exists. A rank whose interpreter ends, even by an exception,
+                counts as closed.
         """
         self._handle.on_error(callback, exits)
 
     @property
     def table(self) -> TuningTable:
-        """The tuning table that selects; over several nodes with the bound of messages that holds there."""
+        """Tuning table in use. Over several nodes it has the size limit that holds there."""
         return self._planner.table
 
     @property
     def table_of_node(self) -> TuningTable:
-        """The same with the bound within a node."""
+        """Tuning table in use, with the size limit within a node."""
         return self._planner.table if self._multi_node is None else self._multi_node.table
 
     @property
     def programs(self) -> Mapping[str, Kernels]:
-        """Programs of llm_comm.dsl that are compiled for ``all_reduce``, by the names that options and tables give them
-        (docs/dsl.md). The same on all ranks."""
+        """DSL programs compiled for this communicator, by the names that options and tables use (docs/dsl.md). Equal on
+        all ranks."""
         return MappingProxyType(self._planner.programs)
 
     @property
     def multicast(self) -> Multicast:
-        """Whether NVLink multicast is set up, the same on all ranks, and why (not)."""
+        """State of NVLink multicast with its reason, equal on all ranks."""
         return self._planner.multicast
 
     @property
     def limits(self) -> _core.Limits:
-        """What bounds a launch on the devices of all ranks."""
+        """Launch limits that hold on the devices of all ranks."""
         return self._planner.limits
 
     @property
     def nodes(self) -> int:
-        """On how many nodes the ranks are (docs/nodes.md)."""
+        """Number of nodes of the ranks (docs/nodes.md)."""
         return 1 if self._multi_node is None else self._multi_node.nodes
 
     @property
     def rank_in_node(self) -> int:
-        """The number of this rank among those of its node, from 0."""
+        """Rank of this process among the ranks of its node, from 0."""
         return self.rank if self._multi_node is None else self._multi_node.place
 
     @property
     def workspace_bytes(self) -> int:
-        """Bytes of device memory that this rank holds for the communicator, allocated once; 0 while it is released."""
+        """Device memory of this rank's workspace in bytes; 0 while it is released."""
         return 0 if self.is_released else self._handle.core().workspace_bytes()
 
     def close(self) -> None:
-        """Frees the workspace. Call it on every rank when the last operation has ended; more than once is no error.
+        """Free the workspace. Every rank must call it, after its last operation. Further calls have no effect.
 
-        Waits for the eager calls of this communicator and for the current stream, not for graphs that are replayed on
-        other streams. Where a CUDA graph holds operations of it, the workspace (``workspace_bytes``) stays until the
-        process ends, as the graph might be replayed: operations that begin from now on do nothing.
+        The call waits for eager calls of this communicator and for the current stream, not for graphs that are replayed
+        on other streams. If a CUDA graph holds operations, the graph could be replayed: the workspace
+        (``workspace_bytes``) is then kept until the process ends, and operations that begin after ``close`` do nothing.
 
-        In a process that was forked from the one that made the communicator, nothing changes.
+        In a process forked from the one that made the communicator, the call has no effect.
         """
         if self._handle.is_of_parent:
             return

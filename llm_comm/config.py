@@ -1,4 +1,4 @@
-"""One configuration, from four places: defaults < file < environment < Python."""
+"""Configuration from four sources, in order of precedence: arguments in Python, environment, file, defaults."""
 
 from __future__ import annotations
 
@@ -20,20 +20,20 @@ from llm_comm.options import MIB, OPTIONS, arguments_in_words, is_int, parse_opt
 _PREFIX = "LLM_COMM_"
 _MAX_NAME = 256
 _CONFIG_VARIABLE = f"{_PREFIX}CONFIG"
-# Names after the prefix that are no options, and yet no misspelt ones.
+# Names after the prefix that are no options, but are not reported as misspelt either.
 _RESERVED = re.compile(
     r"CONFIG"
-    # Whatever tests and benchmarks of this project want to tell their own processes.
+    # Variables of this project's tests and benchmarks for their own processes.
     r"|(TEST|BENCH)_\w+"
-    # Of the NCCL library alone (csrc/nccl, docs/nccl.md).
+    # Variables of the NCCL library only (csrc/nccl, docs/nccl.md).
     r"|NCCL_(DEBUG|LIBRARY)"
-    # Where compiled programs are kept (llm_comm/dsl/compiler/cache.py).
+    # Directory of compiled DSL programs (llm_comm/dsl/compiler/cache.py).
     r"|CACHE_DIR"
-    # Where the user's tuning tables are (csrc/host/table_choice.h).
+    # Directory of the user's tuning tables (csrc/host/table_choice.h).
     r"|TABLE_DIR"
-    # Options of the build (CMake), which some export; and what the authors of images like to set.
+    # Options of the build (CMake), which some users export, and variables that authors of images like to set.
     r"|CUDA|PYTHON|BUILT|WERROR|SPLIT_KERNELS|PTXAS_VERBOSE|UNBOUNDED_WAITS|SANITIZE|VERSION"
-    # Kubernetes sets these in every container beside a Service whose name begins with llm-comm.
+    # Kubernetes sets these in every container of a namespace with a Service whose name begins with llm-comm.
     r"|(\w+_)?SERVICE_(HOST|PORT(_\w+)?)|(\w+_)?PORT(_\d+_(TCP|UDP|SCTP)(_(PROTO|PORT|ADDR))?)?"
 )
 _SIZES = [name for name, option in OPTIONS.items() if option.kind.parse is parse_size]
@@ -43,29 +43,29 @@ def _is_reserved(name: str) -> bool:
     return len(name) <= _MAX_NAME and _RESERVED.fullmatch(name) is not None
 
 
-#: Takes a name that is no option, where it stands and what may be meant, in words; and what to do about it. Whoever
-#: returns leaves it out.
+#: Handler of an unknown name. Arguments: what is unknown (name, place, guess), and advice. A handler that returns makes
+#: the name be ignored.
 OnUnknown = Callable[[str, str], None]
 
 
 def refuse(what: str, advice: str) -> None:
-    """Raise ConfigError for an unknown name: who misspells an option believes that it holds."""
+    """Raise ConfigError for an unknown name. A misspelt option must not be ignored silently."""
     raise ConfigError(what + advice)
 
 
 def resolve(
     environ: Mapping[str, str], given: Mapping[str, Any], names: Collection[str], on_unknown: OnUnknown = refuse
 ) -> dict[str, Any]:
-    """Arguments of a constructor: all options among ``names`` that are not defaults, and their ``origins``.
+    """Return constructor arguments: the options among ``names`` that are set somewhere, and their ``origins``.
 
     Args:
-        environ: Variables. One of them may name a file.
-        given: Options from Python, which come before both.
-        names: Options of the class. File and environment may have others, which are those of the other class.
-        on_unknown: For unknown variables and unknown options of the file; those of ``given`` are refused.
+        environ: Environment variables. LLM_COMM_CONFIG may name a file.
+        given: Options from Python, which take precedence over environment and file.
+        names: Options of the class. Options of the other class are ignored in file and environment.
+        on_unknown: Called for unknown variables and unknown options of the file. Unknown names in ``given`` raise.
 
     Raises:
-        ConfigError: An unknown option or variable, text that is no value of its option, or a file that cannot be read.
+        ConfigError: An option or variable is unknown, a text is no value of its option, or the file cannot be read.
     """
     _check_variables(environ, on_unknown)
     values: dict[str, Any] = {}
@@ -84,7 +84,7 @@ def resolve(
 
 
 def _check_given(given: Iterable[str], names: Collection[str]) -> None:
-    """Raise ConfigError for an option that there is not, or that is not among ``names``."""
+    """Raise ConfigError for an unknown option, or one that is not among ``names``."""
     check_names(given)
     others = [name for name in given if name not in names]
     if others:
@@ -97,7 +97,7 @@ def _check_given(given: Iterable[str], names: Collection[str]) -> None:
 def check_names(
     names: Iterable[Any], origins: Mapping[Any, str] = MappingProxyType({}), on_unknown: OnUnknown = refuse
 ) -> None:
-    """Report each name that is no option; ``origins`` says where it stands."""
+    """Report each name that is no option. ``origins`` gives the place of each name."""
     for name in names:
         if name not in OPTIONS:
             what = f"unknown option {quoted(name)} ({origins.get(name, 'Python')}){guess(str(name), OPTIONS)}"
@@ -116,7 +116,7 @@ def _check_variables(environ: Mapping[str, str], on_unknown: OnUnknown) -> None:
 
 
 def _read_file(path: str, on_unknown: OnUnknown) -> tuple[dict[str, Any], dict[str, str]]:
-    """Options of a file, and in which line of it each stands."""
+    """Return the options of a file, and the line of each."""
     name = f"{_CONFIG_VARIABLE}={shortened(path)}"
     try:
         content = read_yaml(Path(path))
@@ -129,7 +129,7 @@ def _read_file(path: str, on_unknown: OnUnknown) -> tuple[dict[str, Any], dict[s
     origins = {option: f"{shortened(path)}:{line}" for option, line in content.lines.items()}
     check_names(content, origins, on_unknown)
     values = dict(content)
-    # YAML reads 0 and 1 as numbers where the option is spelt as a word.
+    # YAML reads 0 and 1 as numbers; this option takes words.
     if is_int(values.get("multicast")):
         values["multicast"] = str(values["multicast"])
     for option in _SIZES:
@@ -142,7 +142,7 @@ def _read_environment(environ: Mapping[str, str]) -> dict[str, Any]:
     values: dict[str, Any] = {}
     for name in OPTIONS:
         text = environ.get(_variable(name))
-        if not text:  # compose files cannot leave a variable out, only leave it empty
+        if not text:  # compose files can set a variable to an empty text but not leave it out
             continue
         values[name] = parse_option(name, text, f"{_variable(name)}=")
     return values
@@ -152,11 +152,11 @@ def _variable(name: str) -> str:
     return f"{_PREFIX}{name.upper()}"
 
 
-#: From this size of a rank's input on ``max_blocks`` bounds an operation; of one on parts, from this size of the whole
-#: tensor on. Smaller ones are over before a computation beside them would notice.
+#: Message size in bytes from which ``max_blocks`` applies: a rank's input, or the whole tensor of an all-gather or
+#: reduce-scatter. Smaller operations end before they delay a concurrent computation.
 LARGE_BYTES = MIB
 
-#: Variables by which a machine says that NVLink multicast must not be used, and the value that says so.
+#: Environment variables of other libraries that forbid NVLink multicast, and the value that does.
 MULTICAST_OFF_VARIABLES = {
     name: off for name, off in _core.multicast_switches.items() if not name.startswith("LLM_COMM_")
 }
@@ -166,8 +166,8 @@ _Options = TypeVar("_Options", bound="Config")
 
 
 def _resolving(cls: type[_Options]) -> type[_Options]:
-    """Makes the constructor, which dataclass wrote, look for what it is not given in the file and the environment, and
-    fills in the docstring."""
+    """Replace the constructor: options that are not passed come from file and environment. Also fill in the
+    docstring."""
     take: Callable[..., None] = vars(cls)["__init__"]
 
     @functools.wraps(take)
@@ -176,7 +176,7 @@ def _resolving(cls: type[_Options]) -> type[_Options]:
             raise ConfigError(
                 f"{cls.__name__} takes options by name, as timeout_s=5; found {quoted(positional[0])} without one"
             )
-        if "origins" in given:  # the copy of a configuration: nothing is left to look for
+        if "origins" in given:  # dataclasses.replace copies a configuration: all values are known
             _check_given([name for name in given if name != "origins"], _names_of(cls))
             take(self, **given)
         else:
@@ -188,26 +188,28 @@ def _resolving(cls: type[_Options]) -> type[_Options]:
 
 
 def _names_of(cls: type[Config]) -> tuple[str, ...]:
-    """Options that a class has."""
+    """Return the options that are fields of a class."""
     return tuple(field.name for field in dataclasses.fields(cls) if field.name in OPTIONS)
 
 
 @_resolving
 @dataclass(frozen=True, kw_only=True)
 class Config:
-    """Options of a communicator. ``EngineOptions`` adds those that only engine integrations read.
+    """Options of a communicator. ``EngineOptions`` adds options that only engine integrations read.
 
-    Each is also an environment variable, ``LLM_COMM_`` and the name in capitals, and a key of the YAML file that
-    ``LLM_COMM_CONFIG`` names. A variable that is empty counts as not set. The constructor looks in all four places:
-    defaults < file < environment < the arguments. ``Config.load({}, ...)`` looks at no file and no environment.
+    Each option is also an environment variable, ``LLM_COMM_`` and the name in capitals, and a key of the YAML file that
+    ``LLM_COMM_CONFIG`` names. An empty variable counts as not set. The constructor reads all four sources, with
+    increasing precedence: defaults, file, environment, arguments. ``Config.load({}, ...)`` reads neither file nor
+    environment.
 
-    The section ``Args`` comes from ``llm_comm/options.py`` (``help(llm_comm.Config)``, docs/options.md). It says for
-    each option whether all ranks of a group must have the same value; that is compared when a communicator is made.
+    The section ``Args`` is generated from ``llm_comm/options.py`` (``help(llm_comm.Config)``, docs/options.md). It says
+    for each option whether all ranks of a group must have the same value. Ranks compare these values when a
+    communicator is made.
 
     {arguments}
 
     Raises:
-        ConfigError: An unknown option or variable, a value that is not allowed, or a file that cannot be read.
+        ConfigError: An option is unknown, a value is not allowed, or the file cannot be read.
     """
 
     multicast: str = "auto"
@@ -230,8 +232,8 @@ class Config:
     table: str | None = None
     dsl: str | None = None
     dsl_max_bytes: int = 8 * MIB
-    #: Where each value comes from; what is not named is a default. Given to the constructor, as ``dataclasses.replace``
-    #: does, it says that all options are: file and environment are not read again.
+    #: Source of each value; options not listed have their default. A constructor call with ``origins``, as by
+    #: ``dataclasses.replace``, takes all values as given and reads neither file nor environment.
     origins: Mapping[str, str] = field(default_factory=dict, compare=False)
 
     def __post_init__(self) -> None:
@@ -241,16 +243,16 @@ class Config:
                 raise ConfigError(
                     f"option {name} is {quoted(value)} ({self.origins.get(name, 'Python')}); valid: {kind.valid_values}"
                 )
-        # What dataclasses.replace was given was chosen too.
+        # Values passed to dataclasses.replace count as set in Python.
         given = {f.name for f in dataclasses.fields(self) if f.name in OPTIONS and getattr(self, f.name) != f.default}
         object.__setattr__(self, "origins", {**dict.fromkeys(sorted(given), "Python"), **self.origins})
 
     @classmethod
     def load(cls: type[_Options], environ: Mapping[str, str] | None = None, **overrides: Any) -> _Options:
-        """As the constructor, with the variables to read: ``os.environ`` if None.
+        """Load like the constructor, from the variables ``environ``; None means ``os.environ``.
 
         Raises:
-            ConfigError: As of the constructor.
+            ConfigError: See the constructor.
         """
         if not isinstance(environ, Mapping | None):
             raise ConfigError(f"Config.load takes a mapping of variables, or options by name; found {quoted(environ)}")
@@ -258,11 +260,11 @@ class Config:
 
     @property
     def sums_in_any_order(self) -> bool:
-        """Whether sums may be made in the NVLink switch."""
+        """True if sums may be computed in the NVLink switch."""
         return self.sum == "any" and not self.deterministic
 
     def replace(self: _Options, **changes: Any) -> _Options:
-        """A copy with some options changed. File and environment are not read again."""
+        """Return a copy with some options changed. File and environment are not read again."""
         origins = {**self.origins, **dict.fromkeys(changes, "Python")}
         return dataclasses.replace(self, **changes, origins=origins)
 
@@ -270,12 +272,12 @@ class Config:
 @_resolving
 @dataclass(frozen=True, kw_only=True)
 class EngineOptions(Config):
-    """Options of an engine integration: those of ``Config``, and those below, from the same four places.
+    """Options of an engine integration: those of ``Config`` and the following, from the same four sources.
 
     {arguments}
 
     Raises:
-        ConfigError: As of ``Config``.
+        ConfigError: See ``Config``.
     """
 
     enable: bool = True
@@ -292,17 +294,19 @@ class EngineOptions(Config):
 
 
 def load_with_unknown(on_unknown: OnUnknown, **options: Any) -> EngineOptions:
-    """As ``EngineOptions(**options)``, but unknown variables and unknown options of the file go to ``on_unknown``.
+    """Load ``EngineOptions(**options)``, but pass unknown variables and unknown options of the file to ``on_unknown``.
 
     Raises:
-        ConfigError: As of the constructor, and whatever ``on_unknown`` raises.
+        ConfigError: See the constructor; also whatever ``on_unknown`` raises.
     """
     return EngineOptions(**resolve(os.environ, options, _names_of(EngineOptions), on_unknown))
 
 
 def multicast_state(config: Config | None = None, environ: Mapping[str, str] | None = None) -> tuple[bool, str]:
-    """Whether this rank may set up NVLink multicast, as far as variables and options say, and why (not). Never asks the
-    driver. What the tuning table has to say is in ``planning/multicast.py``."""
+    """Return whether variables and options permit NVLink multicast on this rank, and the reason.
+
+    The driver is not asked. The conditions of the tuning table are in ``planning/multicast.py``.
+    """
     environ = os.environ if environ is None else environ
     config = Config.load(environ) if config is None else config
     switches = {name: _printable(environ[name]) for name in _core.multicast_switches if name in environ}
@@ -314,5 +318,5 @@ def multicast_state(config: Config | None = None, environ: Mapping[str, str] | N
 
 
 def _printable(text: str) -> str:
-    """A variable's value with escapes for what is no character."""
+    """Escape undecodable bytes of a variable's value."""
     return text.encode(errors="backslashreplace").decode()

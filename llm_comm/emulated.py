@@ -1,6 +1,6 @@
-"""Kernels of one's own on emulated GPUs: compiled by a C++ compiler, called as those of cupy are.
+"""User kernels on emulated GPUs: compiled by a C++ compiler, called like kernels of cupy.
 
-A kernel is written in the terms of ``llm_comm/platform.cuh``, which mean the same on both kinds of GPU::
+A kernel is written with ``llm_comm/platform.cuh``, whose names work on both kinds of GPU::
 
     kernel = llm_comm.emulated.RawKernel(SOURCE, "all_gather")   # on a GPU: cupy.RawKernel(SOURCE, "all_gather", ...)
     kernel((blocks,), (threads,), (channels.handle, nbytes))
@@ -21,20 +21,21 @@ from typing import Any, NamedTuple
 
 from llm_comm.installation import get_include, get_library_dir
 
-#: Of a kernel.
+#: Maximum number of parameters of a kernel.
 _MAX_PARAMETERS = 64
 _ERROR_BYTES = 512
 _COMPILE_LIMIT_S = 300
 
 
 class Driver(NamedTuple):
-    """What runs a kernel in its library.
+    """Emulator that runs a kernel from its compiled library.
 
     Attributes:
-        header: What the library includes behind the kernel.
-        macro: Of that header, without the prefix ``LLM_COMM_``: makes what the library offers, of the kernel's name.
-        archive: What it is linked with, in ``get_library_dir()``.
-        defines: Which emulator the headers are for; without that prefix.
+        header: Header included after the kernel's source.
+        macro: Macro of that header, without the prefix ``LLM_COMM_``. Expanded with the kernel's name, it defines the
+            exported functions.
+        archive: Static library in ``get_library_dir()`` to link with.
+        defines: Macros, without the prefix, that select the emulator in the headers.
     """
 
     header: str
@@ -43,25 +44,25 @@ class Driver(NamedTuple):
     defines: tuple[str, ...]
 
 
-#: Each rank is a process or a thread of its own, in the memory of the CPU.
+#: Emulator in which each rank is a process or thread of its own, in CPU memory.
 PROCESSES = Driver("llm_comm/emulator/loaded_kernel.h", "LOADED_KERNEL", "libllm_comm_emulator.a", ("EMULATOR",))
 
 
 class RawKernel:
-    """A kernel of an emulated GPU, in the place of ``cupy.RawKernel``.
+    """Kernel of an emulated GPU, with the interface of ``cupy.RawKernel``.
 
-    The call returns when the grid has ended. The calling thread is the GPU: it waits for other ranks, which are
-    processes or threads of their own.
+    A call returns when the grid has ended. The calling thread executes the GPU: it blocks while it waits for other
+    ranks, which must be other processes or threads.
 
     Args:
         code: C++ source with ``extern "C" LLM_COMM_KERNEL(max_threads) name(...)``.
-        name: Of the kernel: an identifier of C++, in ASCII.
-        options: More of them for the compiler: ``-I``, ``-D`` and the like.
-        library: The file that ``compile_library`` has made of the same source, name and options; None: compiles them.
+        name: Name of the kernel: an ASCII identifier of C++.
+        options: Further compiler options such as ``-I`` and ``-D``.
+        library: Result of ``compile_library`` for the same source, name and options. None: compile now.
 
     Raises:
-        RuntimeError: There is no compiler (``CXX`` names one; else it is g++), or it does not take the source: the text
-            holds its output.
+        RuntimeError: No compiler was found (``CXX``, or g++ by default), or it rejects the source. The text holds its
+            output.
         ValueError: The name is no identifier.
     """
 
@@ -87,16 +88,17 @@ class RawKernel:
         self._sizes = list(sizes[:count])
 
     def __call__(self, grid: Sequence[int], block: Sequence[int], args: Sequence[Any], *, shared_mem: int = 0) -> None:
-        """Runs the grid.
+        """Run the grid.
 
         Args:
-            grid, block: Blocks, and threads of a block; in one dimension.
-            args: Of the kernel: addresses and other whole numbers, floats (double) and bools; or scalars of numpy, of
-                their own type.
+            grid: Number of blocks, in one dimension.
+            block: Number of threads of a block, in one dimension.
+            args: Arguments of the kernel: addresses and other integers, floats (double), bools, or numpy scalars, which
+                are passed with their own type.
             shared_mem: Bytes of dynamic shared memory.
 
         Raises:
-            ValueError: The grid or the arguments do not fit the kernel.
+            ValueError: Grid or arguments do not fit the kernel.
         """
         if any(n != 1 for n in (*grid[1:], *block[1:])):
             raise ValueError(
@@ -118,7 +120,7 @@ class RawKernel:
 
 
 def _bytes_of(value: Any) -> bytes:
-    """As the kernel gets it: what cupy makes of it."""
+    """Convert an argument to bytes as cupy does."""
     if isinstance(value, bool):
         return bytes(ctypes.c_bool(value))
     if isinstance(value, int):
@@ -131,11 +133,10 @@ def _bytes_of(value: Any) -> bytes:
 
 
 def compiler() -> list[str]:
-    """The command of the C++ compiler of emulated kernels: the words of ``CXX``, as a shell splits them; g++ where
-    ``CXX`` is not set or empty.
+    """Return the command of the C++ compiler for emulated kernels: ``CXX`` split into words as by a shell, or g++.
 
     Raises:
-        RuntimeError: A quotation in ``CXX`` does not end.
+        RuntimeError: A quotation in ``CXX`` is not closed.
     """
     chosen = os.environ.get("CXX", "")
     try:
@@ -145,7 +146,7 @@ def compiler() -> list[str]:
 
 
 def why_no_compiler() -> str:
-    """Why ``compiler`` cannot be run, or ""."""
+    """Return why ``compiler`` cannot be run, or ""."""
     try:
         command = compiler()
     except RuntimeError as error:
@@ -156,22 +157,22 @@ def why_no_compiler() -> str:
 
 
 def compile_library(code: str, name: str, options: Sequence[str], library: Path, driver: Driver = PROCESSES) -> None:
-    """Compiles a kernel to a shared library.
+    """Compile a kernel to a shared library.
 
     Args:
-        code, name, options: As of ``RawKernel``.
-        driver: What is to run it; libraries for ``PROCESSES`` are those that ``RawKernel`` loads.
-        library: The file to write. The source lies beside it meanwhile, so each call has a directory of its own.
+        code, name, options: See ``RawKernel``.
+        library: File to write. The source file is written next to it, so concurrent calls need different directories.
+        driver: Emulator to run the kernel. ``RawKernel`` loads libraries for ``PROCESSES``.
 
     Raises:
-        RuntimeError, ValueError: As of ``RawKernel``.
+        RuntimeError, ValueError: See ``RawKernel``.
     """
     if not re.fullmatch(r"(?a:[A-Za-z_]\w*)", name):
         raise ValueError(f"a kernel is called {name!r}, which is no identifier of C++ in ASCII")
     why = why_no_compiler()
     if why:
         raise RuntimeError(f"kernel {name}: {why}")
-    # A library of its own: a kernel may have the name of a function of libc ("wait"), or of another kernel.
+    # Symbols bind within the library: a kernel may have the name of a libc function ("wait") or of another kernel.
     alone = ["-Wl,-Bsymbolic", "-fno-gnu-unique"]
     defines = [f"-DLLM_COMM_{define}" for define in driver.defines]
     flags = ["-std=c++20", "-O1", "-shared", "-fPIC", *alone, *defines, "-I", get_include(), *options]
@@ -193,7 +194,7 @@ def _compile(code: str, name: str, options: Sequence[str]) -> ctypes.CDLL:
     with tempfile.TemporaryDirectory(prefix="llm_comm_kernel_") as directory:
         library = Path(directory, "kernel.so")
         compile_library(code, name, options, library)
-        # The file can go: the library is loaded as long as the process lives.
+        # The file may be deleted: the process keeps the library mapped.
         return _load(library)
 
 

@@ -1,8 +1,7 @@
-"""Files: YAML of options, reports of commands, and locks.
+"""Files: YAML of options and tuning tables, reports of commands, and locks.
 
-Nothing in a YAML file is passed over, and none costs more than its size. Only what such files need is read: mappings,
-lists, words, numbers. PyYAML alone takes the last of two equal keys, follows aliases that make gigabytes of a few
-lines, and ends in whatever exception a value happens to raise.
+The YAML reader accepts mappings, lists, words and numbers, and rejects everything else with a line number. PyYAML alone
+keeps the last of two equal keys, expands aliases to gigabytes, and raises arbitrary exceptions for some values.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ import yaml
 
 from llm_comm.errors import quoted, shortened
 
-#: PyYAML reads about 100 KiB in a second. The files of this package have 3 KiB.
+#: Size limit of a file in bytes. PyYAML reads about 100 KiB per second; files of this package have 3 KiB.
 MAX_BYTES = 128 << 10
 MAX_DEPTH = 16
 _MAX_NUMBER = 1 << 63
@@ -36,11 +35,11 @@ _NUMBERS = {f"{_TAG}int", f"{_TAG}float"}
 
 
 class InvalidYamlError(Exception):
-    """A file that cannot be used. The text says why and in which line, and leaves the file's name to others."""
+    """A YAML file cannot be used. The text gives reason and line; callers add the file name."""
 
 
 class YamlMapping(dict[Any, Any]):
-    """A mapping of a file. ``lines``: where each key stands."""
+    """Mapping of a YAML file. ``lines`` has the line number of each key."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -48,21 +47,21 @@ class YamlMapping(dict[Any, Any]):
 
 
 def kind_of(value: Any) -> str:
-    """What a value of a file is, in a word."""
+    """Return the type of a YAML value in a word, for errors."""
     return "dict" if isinstance(value, dict) else type(value).__name__
 
 
 def read_yaml(path: Path) -> Any:
-    """What a file says: a ``YamlMapping``, a list, a word, number, truth value, or None if it is empty.
+    """Read a YAML file: a ``YamlMapping``, list, string, number, bool, or None if the file is empty.
 
     Raises:
-        InvalidYamlError: It cannot be read, is too large, or has something that such a file has no need of.
+        InvalidYamlError: The file cannot be read, is too large, or uses an unsupported feature of YAML.
     """
     return parse_yaml(_read(path))
 
 
 def parse_yaml(content: bytes) -> Any:
-    """The same of what is in a file."""
+    """Parse the content of a YAML file, see ``read_yaml``."""
     try:
         reader = _Reader(content.decode("utf-8"))
     except UnicodeDecodeError as error:
@@ -75,21 +74,21 @@ def parse_yaml(content: bytes) -> Any:
         return reader.document()
     except yaml.MarkedYAMLError as error:
         raise InvalidYamlError(shortened(str(error))) from error
-    # Escapes and directives with numbers that stand for nothing end in ValueError or OverflowError.
+    # Invalid escapes and out-of-range numbers end in ValueError or OverflowError.
     except (yaml.YAMLError, ValueError, OverflowError) as error:
         raise InvalidYamlError(f"line {reader.line()}: {type(error).__name__}: {shortened(str(error))}") from error
 
 
 def _read(path: Path) -> bytes:
     try:
-        # A pipe or terminal would be waited for, and has nothing for the second rank that reads it.
+        # Reading a pipe or terminal would block, and a second rank would find it empty.
         if not stat.S_ISREG(os.stat(path).st_mode):
             raise InvalidYamlError("it is no ordinary file")
         with path.open("rb") as file:
             content = file.read(MAX_BYTES + 1)
     except OSError as error:
         raise InvalidYamlError(f"{type(error).__name__}: {error.strerror}") from error
-    except ValueError as error:  # a name with a NUL
+    except ValueError as error:  # the name contains a NUL
         raise InvalidYamlError(f"{type(error).__name__}: {shortened(str(error))}") from error
     if len(content) > MAX_BYTES:
         raise InvalidYamlError(f"it has more than {MAX_BYTES} bytes")
@@ -97,23 +96,23 @@ def _read(path: Path) -> bytes:
 
 
 class _Reader:
-    """Makes values of PyYAML's events, one after the other, so that nothing is made of what is refused."""
+    """Build values from PyYAML events one by one, so that rejected content is never constructed."""
 
     def __init__(self, text: str) -> None:
         self._loader = yaml.SafeLoader(text)
         self._loader.name = "this file"
 
     def line(self) -> int:
-        """How far it has read."""
+        """Return the current line number."""
         return int(self._loader.line) + 1
 
     def document(self) -> Any:
-        self._next()  # the begin of the stream
+        self._next()  # StreamStart
         if self._loader.check_event(yaml.StreamEndEvent):
             return None
-        self._next()  # the begin of the document
+        self._next()  # DocumentStart
         value = self._value(self._next(), 0)
-        self._next()  # its end
+        self._next()  # DocumentEnd
         if not self._loader.check_event(yaml.StreamEndEvent):
             raise InvalidYamlError(f"line {_line(self._next())}: a second document begins; there may be one")
         return value
@@ -156,7 +155,7 @@ class _Reader:
         return found
 
     def _scalar(self, event: yaml.ScalarEvent) -> Any:
-        """What YAML means by a word. A date stays a word."""
+        """Return the value of a scalar. Dates stay strings."""
         tag = self._loader.resolve(yaml.ScalarNode, event.value, event.implicit)
         node = yaml.ScalarNode(tag, event.value)
         if tag in _CONSTANTS:
@@ -179,10 +178,10 @@ def _line(event: Any) -> int:
 
 
 def write_text(option: str, path: Path, text: str) -> bool:
-    """Writes the file of an option. If that fails, says so and prints what would be in it.
+    """Write the output file of an option. If that fails, report it and print the content instead.
 
     Returns:
-        Whether it was written. The command fails if not.
+        True if the file was written. Otherwise the command must fail.
     """
     try:
         path.write_text(text, encoding="utf-8")
@@ -194,26 +193,27 @@ def write_text(option: str, path: Path, text: str) -> bool:
 
 
 def write_json(option: str, path: Path, report: Mapping[str, Any]) -> bool:
-    """As :func:`write_text`, of a report."""
+    """Write ``report`` as JSON, see :func:`write_text`."""
     return write_text(option, path, json.dumps(report, indent=2) + "\n")
 
 
 def replace_json(path: Path, report: Mapping[str, Any]) -> None:
-    """As :func:`replace_text`, of a report."""
+    """Write ``report`` as JSON, see :func:`replace_text`."""
     replace_text(path, json.dumps(report, indent=2) + "\n")
 
 
 def replace_text(path: Path, text: str) -> None:
-    """Writes a file so that it is whole at any time: it has all of what it had before, or all of the text.
+    """Replace a file atomically: it always has its complete old or its complete new content.
 
     Raises:
-        OSError: It cannot be written; what was there is still there.
+        OSError: The file cannot be written. The old content is unchanged.
     """
-    if path.exists() and not path.is_file():  # a device or a pipe, which must not be replaced by a file
+    if path.exists() and not path.is_file():  # a device or pipe must not be replaced by a regular file
         path.write_text(text, encoding="utf-8")
         return
-    target = path.resolve()  # of a symbolic link the file, not the link
-    partial = target.with_name(f".{target.name}.{os.getpid()}.partial")  # another process may write the same file
+    target = path.resolve()  # the target of a symbolic link, not the link
+    # unique name: another process may write the same file
+    partial = target.with_name(f".{target.name}.{os.getpid()}.partial")
     try:
         partial.write_text(text, encoding="utf-8")
         os.replace(partial, target)
@@ -224,7 +224,7 @@ def replace_text(path: Path, text: str) -> None:
 
 
 def tell_unwritten(option: str, path: Path, error: OSError, consequence: str) -> None:
-    """Says on stderr that the file of an option could not be written (whole), why, and what follows."""
+    """Report on stderr that the output file of an option was not (completely) written, why, and the consequence."""
     print(f"llm-comm: {option} {path} could not be written: {error.strerror or error}; {consequence}", file=sys.stderr)
 
 
@@ -233,17 +233,19 @@ _POLL_S = 0.05
 
 @contextmanager
 def locked(path: Path, patience_s: float = math.inf) -> Iterator[None]:
-    """The lock ends with the process at the latest. The file stays: who waits for it has it open.
+    """Hold an exclusive lock on ``path`` during the block. The kernel releases the lock if the process dies.
+
+    The file is never deleted, since waiting processes have it open.
 
     Args:
-        path: The file.
-        patience_s: Longest wait in seconds; then the block runs without the lock.
+        path: Lock file, created if missing.
+        patience_s: Longest wait in seconds. After it the block runs without the lock.
 
     Raises:
-        OSError: The file cannot be made or locked.
+        OSError: The file cannot be created or locked.
     """
     deadline = time.monotonic() + patience_s
-    # With these flags opening does not block, not even where a pipe lies there.
+    # With these flags open does not block, even if the path is a pipe.
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK, 0o600)
     try:
         while True:

@@ -1,4 +1,4 @@
-"""What this installation of llm_comm has: its version, CUDA kernels or none, headers and libraries."""
+"""Properties of this installation: version, CUDA kernels, headers and libraries."""
 
 from __future__ import annotations
 
@@ -13,17 +13,18 @@ VERSION: str = _core.version
 
 
 def cuda_compiled() -> bool:
-    """Whether this build has CUDA kernels; without them it has emulated GPUs only."""
+    """Return whether this build has CUDA kernels. Without them only emulated GPUs are available."""
     return bool(_core.cuda_archs)
 
 
 def code_for(compute_capability: int, machine_code: str = _core.cuda_archs, ptx: str = _core.cuda_ptx_archs) -> str:
-    """Which of the kernels in this build a GPU runs.
+    """Return which of the build's kernels a GPU runs.
 
     Args:
         compute_capability: 10 * major + minor of the GPU.
-        machine_code, ptx: What the build has, ``"80,90"``. Machine code runs on GPUs of the same major number and the
-            same or a larger minor one, ``90a`` on nothing else than 9.0; PTX on all that are not older.
+        machine_code: Architectures with machine code, as in ``"80,90"``. Code runs on GPUs of the same major and the
+            same or a larger minor version; ``90a`` runs on 9.0 only.
+        ptx: Architectures with PTX. PTX runs on GPUs of the same or a newer version.
 
     Returns:
         ``"sm_80"``, ``"PTX of sm_100, which the driver compiles"`` or ``"none"``.
@@ -38,17 +39,18 @@ def code_for(compute_capability: int, machine_code: str = _core.cuda_archs, ptx:
 
 
 def oldest_driver(nvcc_version: str = _core.nvcc_version) -> str | None:
-    """The oldest driver that runs a build of this nvcc, ``"580"``; None without CUDA and for a CUDA not known yet.
+    """Return the oldest driver branch that runs a build of this nvcc, such as ``"580"``. None without CUDA, or for an
+    unknown version of it.
 
-    It is the same for all minor versions of CUDA (its minor version compatibility). PTX is apart: for that the driver
-    has to be as new as the nvcc.
+    All minor versions of a CUDA release need the same driver (CUDA minor version compatibility). PTX is an exception:
+    it needs a driver as new as the nvcc.
     """
     return {"12": "525", "13": "580"}.get(nvcc_version.partition(".")[0])
 
 
 @functools.cache
 def digest_of_kernels() -> str:
-    """Of the compiled kernels of this build, with the code that launches them: what measurements are kept by."""
+    """Return a digest of the compiled kernels and their launch code. Stored measurements are keyed by it."""
     libraries = [Path(_core.__file__), *sorted(Path(get_library_dir()).glob("libllm_comm_cuda.so*"))]
     digest = hashlib.sha256()
     for path in libraries:
@@ -58,22 +60,22 @@ def digest_of_kernels() -> str:
 
 
 def get_include() -> str:
-    """Directory to pass to a compiler with ``-I`` for ``#include "llm_comm/memory_channel.cuh"``."""
+    """Return the directory for ``-I``, so that ``#include "llm_comm/memory_channel.cuh"`` works."""
     return _installed_directory("include")
 
 
 @functools.cache
 def get_nvrtc_options() -> tuple[str, ...]:
-    """Options with which ``cupy.RawKernel`` compiles a kernel that includes the headers.
+    """Return the options with which ``cupy.RawKernel`` compiles a kernel that includes the headers.
 
-    The last one does nothing but change with the headers: cupy keeps what it has compiled by source and options, and
-    would go on using a kernel that was compiled with headers of before.
+    The last option only changes with the headers. cupy caches by source and options, and would otherwise reuse a kernel
+    compiled with older headers.
     """
     return "-std=c++20", f"-I{get_include()}", f"-DLLM_COMM_HEADERS=0x{digest_of_headers()[:8]}"
 
 
 def digest_of_headers() -> str:
-    """Of their names and contents: what kernels are kept by that were compiled with them."""
+    """Return a digest of the headers' names and contents. Compiled user kernels are cached by it."""
     include = Path(get_include())
     digest = hashlib.sha256()
     for path in sorted(path for path in include.rglob("*") if path.is_file()):
@@ -83,16 +85,19 @@ def digest_of_headers() -> str:
 
 
 def get_library_dir() -> str:
-    """Directory of ``libllm_comm_emulator.a``, for kernels compiled for the emulator, and of
-    ``libllm_comm_deterministic.a``, for programs of ``llm_comm.dsl`` under schedules."""
+    """Return the directory of the static libraries of the emulators.
+
+    ``libllm_comm_emulator.a`` is for user kernels, ``libllm_comm_deterministic.a`` for DSL programs run under
+    schedules.
+    """
     return _installed_directory("lib")
 
 
 def nccl_library(emulated: bool = False) -> str:
-    """Path of the library that stands in for NCCL (docs/nccl.md), for ``LD_PRELOAD`` or ``VLLM_NCCL_SO_PATH``.
+    """Return the path of the NCCL-compatible library (docs/nccl.md), for ``LD_PRELOAD`` or ``VLLM_NCCL_SO_PATH``.
 
     Args:
-        emulated: The one over emulated GPUs, for tests: pointers are those of the host, streams are not looked at.
+        emulated: Return the library over emulated GPUs, for tests. Pointers are host pointers, streams are ignored.
 
     Raises:
         FileNotFoundError: This installation was built without CUDA, and ``emulated`` is false.
@@ -105,7 +110,7 @@ def nccl_library(emulated: bool = False) -> str:
 
 
 def _installed_directory(name: str) -> str:
-    # Not relative to __file__: an editable install keeps these apart from the Python sources.
+    # Not relative to __file__: in an editable install these directories are apart from the Python sources.
     directory = resources.files("llm_comm") / name
     if not directory.is_dir():
         raise FileNotFoundError(f"this installation of llm_comm has no {name!r} directory: install it with pip")

@@ -1,8 +1,8 @@
-"""The options: values, meaning, how each is written as text, and whether all ranks of a group must have the same value.
+"""Table of all options: values, meaning, text form, and whether all ranks of a group must have the same value.
 
-The docstrings of ``Config`` and ``EngineOptions``, ``docs/options.md`` (``tools/options_page.py``), the comparison of
-ranks at set-up and the test that sets each option on one rank alone (``tests/emulated/options_on_one_rank.py``) are
-derived from this table.
+Derived from this table: the docstrings of ``Config`` and ``EngineOptions``, ``docs/options.md``
+(``tools/options_page.py``), the comparison of ranks at set-up, and the test that sets each option on one rank only
+(``tests/emulated/options_on_one_rank.py``).
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ _PROGRAMS = re.compile(r"(?a:[\w.]+:\w+(, *[\w.]+:\w+)*)")
 
 
 def parse_size(text: str) -> int:
-    """Reads a size such as ``512``, ``64K``, ``64KB`` or ``64 KiB``: powers of 1024, in capitals or not.
+    """Parse a size such as ``512``, ``64K``, ``64KB`` or ``64 KiB``. Units are powers of 1024; case does not matter.
 
     Raises:
-        ValueError: It is none.
+        ValueError: The text is no size.
     """
     match = re.fullmatch(r"([0-9]+)\s*(?:([KMG])I?)?B?", text.strip().upper())
     if match is None:
@@ -52,34 +52,34 @@ def _boolean(text: str) -> bool:
 
 
 class Alike(enum.Enum):
-    """Whether all ranks of a group must have the same value of an option; the values are the words of the page."""
+    """Requirement on the values of an option across ranks. The enum values are the words in docs/options.md."""
 
-    #: ``runtime/comparison.py`` compares the values at set-up.
+    #: Values must be equal; ``runtime/comparison.py`` compares them at set-up.
     YES = "yes"
-    #: ``runtime/comparison.py`` compares the digests of the files that the values name.
+    #: Files named by the values must be equal; ``runtime/comparison.py`` compares their digests.
     CONTENT = "yes, the content of the file"
-    #: ``nodes/topology.py`` compares whether there is a value.
+    #: Set on all ranks or on none; ``nodes/topology.py`` compares this.
     ALL_OR_NONE = "on all ranks or on none"
-    #: The ranks vote at set-up; one rank that has the option off turns it off on all.
+    #: Ranks vote at set-up: a rank with the option off turns it off on all.
     OFF_COUNTS = "no, off on one rank is off on all"
-    #: Nothing that another rank does depends on it.
+    #: Ranks are independent of each other in this option.
     NO = "no"
 
     @property
     def is_error(self) -> bool:
-        """Whether a value that one rank alone has ends the set-up on all ranks."""
+        """True if a value that only one rank has makes the set-up fail on all ranks."""
         return self in (Alike.YES, Alike.CONTENT, Alike.ALL_OR_NONE)
 
 
 @dataclass(frozen=True)
 class Kind:
-    """How the values of an option are read and judged.
+    """Parser and validation of an option's values.
 
     Attributes:
-        parse: Read a value from text. Raises ValueError or KeyError.
-        is_valid: Whether a value is allowed.
-        valid_values: The allowed values, in words.
-        values_on_page: The same for a page, where ``valid_values`` depends on the build.
+        parse: Converts text to a value. Raises ValueError or KeyError.
+        is_valid: Returns whether a value is allowed.
+        valid_values: Allowed values, in words.
+        values_on_page: Allowed values for docs/options.md, if ``valid_values`` depends on the build.
     """
 
     parse: Callable[[str], Any]
@@ -93,11 +93,11 @@ class Option:
     """One option.
 
     Attributes:
-        kind: Its values.
-        alike: Whether all ranks must have the same value.
-        why: The reason for ``alike``: what a difference would do, or why a difference does no harm.
-        meaning: What the option does, for the docstring of its class and the page.
-        of_engines: Whether only engine integrations read the option, so that ``EngineOptions`` has it, not ``Config``.
+        kind: Parser and validation of its values.
+        alike: Requirement on the values across ranks.
+        why: Reason for ``alike``: the harm of different values, or why they do no harm.
+        meaning: Effect of the option, for the docstring of its class and docs/options.md.
+        of_engines: True for an option of ``EngineOptions`` that ``Config`` does not have.
     """
 
     kind: Kind
@@ -112,7 +112,7 @@ def _one_of(*values: str) -> Kind:
 
 
 def is_int(value: Any) -> bool:
-    """Whether it is a whole number. To Python True is one."""
+    """Return whether ``value`` is an int and no bool, which is a subclass of int."""
     return isinstance(value, int) and not isinstance(value, bool)
 
 
@@ -127,7 +127,7 @@ def _is_algorithm(value: Any) -> bool:
 
 
 def _is_list_of_programs(value: Any) -> bool:
-    # Ranks compare the options in one message.
+    # Bounded, since ranks compare all options in one message.
     return isinstance(value, str) and len(value) <= _MAX_PROGRAMS and _PROGRAMS.fullmatch(value) is not None
 
 
@@ -156,7 +156,7 @@ _WAITS = "ranks would give up at different times"
 _OWN_LOG = "each rank writes its own log"
 _OWN_HOST = "only the host of this rank acts on it"
 
-#: By name. ``Config`` and ``EngineOptions`` are the two faces of the table.
+#: Options by name. ``Config`` and ``EngineOptions`` have them as fields.
 OPTIONS: dict[str, Option] = {
     "enable": Option(
         _BOOLEAN,
@@ -423,7 +423,7 @@ OPTIONS: dict[str, Option] = {
 
 
 def arguments_in_words(names: Collection[str]) -> str:
-    """The section ``Args`` of the docstring of a class with options of these names."""
+    """Return the section ``Args`` for the docstring of a class with the options ``names``."""
     wrapped = (
         textwrap.fill(
             f"{name}: {option.meaning} Alike on all ranks: {option.alike.value}.",
@@ -440,10 +440,10 @@ def arguments_in_words(names: Collection[str]) -> str:
 
 
 def parse_option(name: str, text: str, source: str = "") -> Any:
-    """Reads an option from text, as variables and command lines have it.
+    """Parse the value of an option from text, as variables and command lines give it.
 
     Raises:
-        ConfigError: It is not allowed; ``source`` comes before the text.
+        ConfigError: The value is not allowed. ``source`` is the beginning of the error text.
     """
     kind = OPTIONS[name].kind
     try:

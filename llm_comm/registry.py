@@ -1,7 +1,4 @@
-"""The registry of the core as Python sees it: the operations, the algorithms of each, and what a table may say of them.
-
-Whatever is said here comes from the descriptors in ``csrc/algorithms``.
-"""
+"""Registry of operations and algorithms, as Python named tuples of the core's descriptors (``csrc/algorithms``)."""
 
 from __future__ import annotations
 
@@ -13,21 +10,21 @@ from typing import Any, NamedTuple
 from llm_comm import _core
 from llm_comm.errors import guess, quoted
 
-#: Before the name of a program of llm_comm.dsl, where an option or a table names one in place of an algorithm.
+#: Prefix of a DSL program's name where an option or table names it instead of an algorithm.
 PROGRAM_PREFIX = "dsl:"
 _PROGRAM = re.compile(rf"(?a:{PROGRAM_PREFIX}\w+)")
 _MAX_PROGRAM = 200
 
 
 class Range(NamedTuple):
-    """What a tunable may be."""
+    """Allowed values of a tunable."""
 
     least: int
     most: int
     is_power_of_two: bool
 
     def takes(self, value: int) -> bool:
-        """Whether it may be ``value``."""
+        """Return whether ``value`` is allowed."""
         return self.least <= value <= self.most and not (self.is_power_of_two and value & (value - 1))
 
 
@@ -35,17 +32,17 @@ class Algorithm(NamedTuple):
     """One algorithm of an operation, with one protocol.
 
     Attributes:
-        number: By which the core knows it.
-        operation: That it does.
-        name, protocol: By which tables and people know it, beside the operation.
-        title: In errors.
-        data_types: Names of the types that it has kernels for.
-        ranges: Its tunables, and what each may be.
-        is_symmetric: Peers access tensors of a call themselves, which have to lie in symmetric memory.
-        by_switch: Its kernels use NVLink multicast (SwitchChannel): only where the ranks have set that up.
-        sums_in_switch: Its sums are made in the switch, not in rank order: only with the option ``sum: any``.
-        ranks_may_differ: Each rank asks the switch for its own sum, so ranks may get other bits.
-        needs_row: Only an option or a row of a table chooses it (AlgorithmInfo in csrc/algorithms/algorithm.h).
+        number: Index in the core.
+        operation: Name of its operation.
+        name, protocol: Identification in tables and texts, together with the operation.
+        title: Name in errors.
+        data_types: Names of the data types with kernels.
+        ranges: Tunables with their allowed values.
+        is_symmetric: Peers access the tensors of a call directly, so these must be in symmetric memory.
+        by_switch: Kernels use NVLink multicast (SwitchChannel), which the ranks must have set up.
+        sums_in_switch: The switch computes sums, in no defined order. Requires the option ``sum: any``.
+        ranks_may_differ: Each rank asks the switch for its own sum, so results may differ bitwise between ranks.
+        needs_row: Selected only by an option or a row of a table (AlgorithmInfo in csrc/algorithms/algorithm.h).
     """
 
     number: int
@@ -63,14 +60,17 @@ class Algorithm(NamedTuple):
 
     @property
     def is_by_proxy(self) -> bool:
-        """A thread of the host enqueues its copies. Only an option or a row of a table chooses such an algorithm:
-        where the process has filled the queue of the GPU, frees memory or first uses a kernel meanwhile, the copies
-        wait for the very kernel that waits for them (docs/experiments/channels.md)."""
+        """True if a host proxy thread enqueues the copies. Only an option or a row of a table selects such an
+        algorithm.
+
+        It can deadlock: if the process fills the GPU's queue, frees memory or first uses a kernel meanwhile, the copies
+        wait for the kernel that waits for them (docs/experiments/channels.md).
+        """
         return self.protocol == "Port"
 
     @property
     def needs(self) -> tuple[str, ...]:
-        """What has to be there for it to run, in words for people; nothing for most."""
+        """Requirements of the algorithm, in words; empty for most."""
         found = {
             "symmetric tensors": self.is_symmetric,
             "NVLink multicast": self.by_switch,
@@ -81,16 +81,17 @@ class Algorithm(NamedTuple):
 
 
 class Operation(NamedTuple):
-    """What is computed.
+    """One operation.
 
     Attributes:
-        name, title: By which programs and people know it.
+        name, title: Name in programs, and name in texts.
         buffers: Names of the tensors of a call, in order.
-        outputs, optional: Those that are written, and those that may be left out.
-        parameters: Names of the numbers of a call, in order.
-        row_multiple, max_row: Of an operation that works by rows: their elements are a multiple of the first and at
-            most the second. Else 0.
-        algorithms: In the order of the registry.
+        outputs: Buffers that are written.
+        optional: Buffers that may be omitted.
+        parameters: Names of the numeric parameters of a call, in order.
+        row_multiple: For an operation on rows: the row length is a multiple of this. Else 0.
+        max_row: For an operation on rows: largest row length in elements. Else 0.
+        algorithms: Algorithms in the order of the registry.
     """
 
     name: str
@@ -105,17 +106,17 @@ class Operation(NamedTuple):
 
     @property
     def has_parts(self) -> bool:
-        """Whether each rank has a part of a tensor, of a size that the parameters say (csrc/algorithms/parts.h)."""
+        """True if each rank has a shard of a tensor, with sizes given by the parameters (csrc/algorithms/parts.h)."""
         return self.parameters[:2] == ("rows", "size_0")
 
     def takes_rows_of(self, elements: int) -> bool:
-        """Whether it works on rows of so many elements; 0 for an operation that knows no rows."""
+        """Return whether rows of ``elements`` elements are supported. An operation without rows supports 0 only."""
         if self.row_multiple == 0:
             return elements == 0
         return 0 < elements <= self.max_row and elements % self.row_multiple == 0
 
     def why_not_rows(self, elements: int) -> str:
-        """Why it does not work on rows of so many elements, or ""."""
+        """Return why rows of ``elements`` elements are not supported, or ""."""
         if self.takes_rows_of(elements):
             return ""
         if self.row_multiple == 0:
@@ -123,19 +124,19 @@ class Operation(NamedTuple):
         return f"rows of {elements} elements: they must have a multiple of {self.row_multiple} up to {self.max_row}"
 
     def find(self, algorithm: str, protocol: str) -> Algorithm | None:
-        """The algorithm of that name and protocol, if there is one."""
+        """Return the algorithm with this name and protocol, or None."""
         return next((a for a in self.algorithms if (a.name, a.protocol) == (algorithm, protocol)), None)
 
 
 @functools.cache
 def data_types() -> dict[str, int]:
-    """Bytes of an element by the type's name, in the order in which the core numbers them."""
+    """Return the element size in bytes of each data type, in the core's order."""
     return _core.data_types()
 
 
 @functools.cache
 def operations() -> dict[str, Operation]:
-    """The operations by name, in the order of the registry."""
+    """Return the operations by name, in the order of the registry."""
     algorithms = [
         Algorithm(
             number=found.number,
@@ -170,17 +171,18 @@ def operations() -> dict[str, Operation]:
 
 
 def algorithm_names() -> tuple[str, ...]:
-    """The names of all algorithms, whatever they do, once each."""
+    """Return the names of all algorithms of all operations, without duplicates."""
     return tuple(dict.fromkeys(a.name for operation in operations().values() for a in operation.algorithms))
 
 
 def is_program(name: Any) -> bool:
-    """Whether an option or a table means a program by it, of those that are registered or not."""
+    """Return whether ``name`` has the form of a DSL program's name. The program need not be registered."""
     return isinstance(name, str) and len(name) <= _MAX_PROGRAM and _PROGRAM.fullmatch(name) is not None
 
 
 def why_not_a_name(name: Any) -> str:
-    """Why a program, or a group of blocks, cannot be called that, or "". Names stand in errors, logs and sources."""
+    """Return why ``name`` cannot name a program or a group of blocks, or "". Names appear in errors, logs and
+    sources."""
     most = _MAX_PROGRAM - len(PROGRAM_PREFIX)
     if isinstance(name, str) and 0 < len(name) <= most and name.isprintable():
         return ""
@@ -188,7 +190,8 @@ def why_not_a_name(name: Any) -> str:
 
 
 def why_not_known(what: str, name: Any, valid: Iterable[str]) -> str:
-    """Why there is no such name, with a guess and what is valid; "" if there is."""
+    """Return why ``name`` is not among ``valid``, with a guess and the valid names, or "". ``what`` is the kind of
+    name."""
     known = tuple(dict.fromkeys(valid))
     if name in known:
         return ""

@@ -1,1 +1,1 @@
-"""What runs inside the engine's process: one module for each engine, ``python -m bench_serving.engines.vllm JOB``."""
+"""Code that runs in the engine's process: one module for each engine, ``python -m bench_serving.engines.vllm JOB``."""

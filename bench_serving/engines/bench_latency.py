@@ -1,7 +1,7 @@
-"""Measures by ``vllm bench latency``: ``python -m bench_serving.engines.bench_latency JOB``.
+"""Measurement by ``vllm bench latency``: ``python -m bench_serving.engines.bench_latency JOB``.
 
-That command times whole generations of one batch size, so a decode step is the difference between a long and a short
-one: two starts of vLLM for each batch size. It reports neither TTFT nor TPOT nor ITL.
+That command times whole generations of one batch size. A decode step is therefore the difference between a long and a
+short generation, which needs two starts of vLLM for each batch size. TTFT, TPOT and ITL are not available.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from bench_serving.settings import Job
 
 
 def command(job: Job, batch: int, output_tokens: int, result: Path) -> list[str]:
-    """The command that times ``batch`` requests of so many tokens."""
+    """Return the command that times ``batch`` requests of ``output_tokens`` tokens."""
     settings = job.settings
     return [
         *(sys.executable, "-m", "vllm.entrypoints.cli.main", "bench", "latency"),

@@ -1,4 +1,4 @@
-"""Python arguments of an engine as its command line takes them."""
+"""Conversion of an engine's Python arguments to its command line."""
 
 from __future__ import annotations
 
@@ -7,7 +7,8 @@ from typing import Any
 
 
 def arguments(options: dict[str, Any]) -> list[str]:
-    """Flags for ``options``. False leaves an option out, but for vLLM's prefix caching, which is on by default."""
+    """Return command line flags for ``options``. False omits an option, except for vLLM's prefix caching, which is on
+    by default."""
     result: list[str] = []
     for name, value in options.items():
         flag = "--" + name.replace("_", "-")

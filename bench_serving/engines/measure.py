@@ -1,4 +1,4 @@
-"""What is measured in a running engine, whichever it is."""
+"""Measurements in a running engine, common to all engines."""
 
 from __future__ import annotations
 
@@ -13,35 +13,37 @@ from bench_serving import metrics
 from bench_serving.metrics import Request
 from bench_serving.settings import CHECK_BATCHES, CHECK_TOKENS, Job
 
-#: Tokens of a short generation: to warm up, and to subtract from a long one.
+#: Tokens of a short generation, used to warm up and to subtract from a long one.
 WARM_UP_TOKENS = 8
-#: Said when `endless` has begun.
+#: Log line at the begin of `endless`.
 DECODING = "decoding without end"
 
 
 class Engine(Protocol):
-    """A running engine."""
+    """Running engine."""
 
     def generate(self, prompts: list[list[int]], output_tokens: int) -> list[Request]:
-        """Greedy generation of so many tokens for each prompt, whatever they are; all are sent at once."""
+        """Generate ``output_tokens`` tokens greedily for each prompt, ignoring end-of-sequence. All prompts are sent at
+        once."""
 
     def generate_together(self, prompts: list[list[int]], output_tokens: int) -> list[Request]:
-        """The same, but all prompts are sure to be prefilled in one step: the same arithmetic every time."""
+        """Generate like ``generate``, but prefill all prompts in one step, so that the arithmetic is the same every
+        time."""
 
     def first_logits(self, prompt: list[int]) -> list[float]:
-        """Logits (or log probabilities) of the first token after ``prompt``, of the whole vocabulary."""
+        """Return the logits, or log probabilities, of the first token after ``prompt`` for the whole vocabulary."""
 
     def close(self) -> None:
-        """Ends the engine's processes."""
+        """End the engine's processes."""
 
 
 def say(text: str) -> None:
-    """Shows progress, by way of the log."""
+    """Log a progress line, which the harness shows."""
     print(f"[bench] {text}", flush=True)
 
 
 def measure(engine: Engine, job: Job, start_s: float) -> None:
-    """Does what the job asks for and writes its result."""
+    """Do what the job asks for and write its result."""
     settings = job.settings
     result: dict[str, Any] = {"arm": job.arm, "start_s": round(start_s, 3)}
     say(f"engine is up after {start_s:.0f} s")
@@ -65,14 +67,14 @@ def measure(engine: Engine, job: Job, start_s: float) -> None:
 
 
 def write_result(job: Job, result: dict[str, Any]) -> None:
-    """Puts the result where the harness looks for it, all at once."""
+    """Write the result file atomically: the harness waits for its appearance."""
     partial = Path(job.result + ".partial")
     partial.write_text(json.dumps(result), encoding="utf-8")
     partial.replace(job.result)
 
 
 def endless(engine: Engine, job: Job) -> None:
-    """Decodes until something ends this process."""
+    """Decode until this process is ended."""
     (prompts, tokens) = job.settings.prompts(4, job.settings.prompt_tokens, "endless"), job.settings.output_tokens
     engine.generate(prompts, WARM_UP_TOKENS)
     say(DECODING)
@@ -81,7 +83,7 @@ def endless(engine: Engine, job: Job) -> None:
 
 
 def _decode(engine: Engine, job: Job, count: int) -> tuple[dict[str, Any], list[list[Request]]]:
-    """What is measured of batches of ``count`` requests, and the batches."""
+    """Return the measurements of batches of ``count`` requests, and the batches."""
     settings = job.settings
     prompts = settings.decode_prompts(count)
     engine.generate(prompts, WARM_UP_TOKENS)
@@ -117,7 +119,7 @@ def _check(engine: Engine, job: Job) -> dict[str, Any]:
 
 
 def run(start: Any) -> None:
-    """The main program of an engine's process: ``start(job)`` returns the running engine."""
+    """Main program of an engine's process. ``start(job)`` returns the running engine."""
     job = Job.read(Path(sys.argv[1]))
     begin = time.perf_counter()
     engine = start(job)
@@ -126,5 +128,5 @@ def run(start: Any) -> None:
     measure(engine, job, time.perf_counter() - begin)
     engine.close()
     sys.stdout.flush()
-    # Threads of the engine may keep the interpreter from ending.
+    # Threads of the engine can keep the interpreter from exiting.
     os._exit(0)

@@ -1,7 +1,8 @@
-"""Measures a server by the engine's own serving benchmark: ``python -m bench_serving.engines.serve JOB``.
+"""Measurement of a server by the engine's own serving benchmark: ``python -m bench_serving.engines.serve JOB``.
 
-vLLM: ``vllm serve`` and ``vllm bench serve``; SGLang: ``sglang.launch_server`` and ``sglang.bench_serving``. As many
-clients as a batch has requests each keep one request open. A decode step counts as the median TPOT.
+vLLM: ``vllm serve`` and ``vllm bench serve``; SGLang: ``sglang.launch_server`` and ``sglang.bench_serving``. Each
+client keeps one request open, and there is one client for each request of a batch. The time of a decode step is the
+median TPOT.
 """
 
 from __future__ import annotations
@@ -26,16 +27,16 @@ _LATENCIES = [f"{kind}_{name}_ms" for name in ("ttft", "tpot", "itl") for kind i
 
 
 def model_directory(settings: Settings, parent: Path) -> Path:
-    """The model's config.json beside a tokenizer of its vocabulary: token 17 is the word "t17".
+    """Create a model directory: the model's config.json, and a tokenizer in which token 17 is the word "t17".
 
-    The serving benchmarks send text. This tokenizer takes no download, and keeps the number of tokens on the way to
-    text and back.
+    Serving benchmarks send text. This tokenizer needs no download, and a round trip through text keeps the number of
+    tokens.
     """
     directory = parent / Path(settings.model).name
     directory.mkdir(exist_ok=True)
     shutil.copy(Path(settings.model) / "config.json", directory)
     vocabulary = {f"t{token}": token for token in range(settings.config()["vocab_size"])}
-    # A special token is found inside of words too, so its name must not be the beginning of another.
+    # Special tokens also match inside of words, so the name must not be a prefix of another word.
     vocabulary["</s>"] = vocabulary.pop("t2")
     tokenizer: dict[str, Any] = {
         "version": "1.0",
@@ -59,7 +60,7 @@ def model_directory(settings: Settings, parent: Path) -> Path:
 
 
 def server_command(job: Job, model: Path, port: int) -> list[str]:
-    """The command that starts the engine's server."""
+    """Return the command that starts the engine's server."""
     if job.settings.engine == "vllm":
         options = vllm.options(job.settings, job.disable_custom_all_reduce, job.own_fusion)
         command = ["vllm.entrypoints.cli.main", "serve", str(model)]
@@ -73,7 +74,7 @@ def server_command(job: Job, model: Path, port: int) -> list[str]:
 
 
 def client_command(settings: Settings, model: Path, port: int, count: int, result: Path) -> list[str]:
-    """The command that benchmarks the server with ``count`` requests at a time."""
+    """Return the command that benchmarks the server with ``count`` concurrent requests."""
     prompts = count * settings.iterations
     common = [
         *("--model", str(model), "--port", str(port), "--num-prompts", str(prompts), "--max-concurrency", str(count)),
@@ -99,13 +100,14 @@ def client_command(settings: Settings, model: Path, port: int, count: int, resul
 
 
 def read_result(path: Path, requests: int) -> dict[str, Any]:
-    """What a serving benchmark of so many requests wrote: a JSON object, or one a line, of which the last counts.
+    """Read the output of a serving benchmark with ``requests`` requests: a JSON object, or one in each line, of which
+    the last counts.
 
     Raises:
         RuntimeError: Not all requests were completed.
     """
     content: dict[str, Any] = json.loads(path.read_text(encoding="utf-8").strip().splitlines()[-1])
-    if content.get("completed") != requests:  # SGLang does not say how many failed
+    if content.get("completed") != requests:  # SGLang does not report failed requests
         raise RuntimeError(f"{content.get('completed')} of {requests} requests were completed ({path})")
     return {"method": "serve", "decode_ms": [content["median_tpot_ms"]], "latencies": _pick(content)}
 
@@ -129,7 +131,7 @@ def main() -> None:
     batches = {}
     for count in settings.batch_sizes:
         file = directory / f"serve-{count}.json"
-        file.unlink(missing_ok=True)  # SGLang appends
+        file.unlink(missing_ok=True)  # SGLang appends to the file
         subprocess.run(client_command(settings, model, port, count, file), check=True)
         batches[count] = read_result(file, count * settings.iterations)
         measure.say(f"batch {count}: {batches[count]['decode_ms'][0]:.2f} ms a token")

@@ -1,9 +1,9 @@
-"""Measures in real SGLang, in its offline engine, which starts the same scheduler processes as the server: tokens are
-timed as a client of this process gets them.
+"""Measurement in SGLang's offline engine, which starts the same scheduler processes as the server.
 
-The one Python process that hands out the tokens of all requests is not what is timed: steps of 64 streamed requests
-took no longer than the difference between a long and a short generation without streaming said. (Reports up to
-2026-11-21 in docs/results have both.) That difference holds the spread of two prefills, up to 6 % of a step.
+Tokens are timed when the client of this process receives them. The single Python process that distributes the tokens
+does not distort the times: steps of 64 streamed requests took no longer than the difference between a long and a short
+generation without streaming. (Reports up to 2026-11-21 in docs/results have both.) That difference includes the
+variation of two prefills, up to 6 % of a step.
 """
 
 from __future__ import annotations
@@ -17,13 +17,15 @@ from bench_serving.engines import measure
 from bench_serving.metrics import Request
 from bench_serving.settings import Job, Settings
 
-#: Ample time for requests on their way to the scheduler.
+#: Seconds that are ample for requests to reach the scheduler.
 _SENDING_S = 0.5
 
 
 def options(settings: Settings, disable_custom_all_reduce: bool, own_fusion: bool = True) -> dict[str, Any]:
-    """Arguments of ``sglang.Engine``; ``own_fusion`` as in ``arms.Arm``. Attention and sampling need no kernels beyond
-    SGLang's own and Triton's."""
+    """Return the arguments of ``sglang.Engine``. ``own_fusion``: see ``arms.Arm``.
+
+    Attention and sampling use only kernels of SGLang and Triton.
+    """
     result: dict[str, Any] = {
         "model_path": settings.model,
         "load_format": "dummy",
@@ -39,8 +41,8 @@ def options(settings: Settings, disable_custom_all_reduce: bool, own_fusion: boo
         "chunked_prefill_size": 8192,
         "disable_prefill_cuda_graph": True,
         "disable_custom_all_reduce": disable_custom_all_reduce,
-        # Of some models it is on by default, with a backend that may be NVLink multicast. Where it is wanted,
-        # `cli.settings_of` has seen to it that the backend is another.
+        # SGLang turns this fusion on by default for some models, possibly with NVLink multicast. If the fusion is
+        # wanted, `cli.settings_of` has verified that the backend is another.
         "enforce_disable_flashinfer_allreduce_fusion": not (own_fusion and settings.fuses_by_flashinfer),
         "random_seed": settings.seed,
         "log_level": "info",
@@ -58,7 +60,7 @@ def options(settings: Settings, disable_custom_all_reduce: bool, own_fusion: boo
 
 
 class Sglang:
-    """See ``measure.Engine``."""
+    """Implementation of ``measure.Engine``."""
 
     def __init__(self, job: Job) -> None:
         import sglang
@@ -72,7 +74,7 @@ class Sglang:
         for chunk in chunks:
             now = time.perf_counter() - begin
             request = requests[chunk["index"]]
-            # A chunk holds all tokens so far.
+            # A chunk holds all tokens generated so far.
             new = chunk["output_ids"][len(request.tokens) :]
             if new:
                 request.arrived(now, new)
@@ -90,8 +92,8 @@ class Sglang:
         from sglang.srt.managers.io_struct import ContinueGenerationReqInput, GenerateReqInput, PauseGenerationReqInput
 
         manager = self._engine.tokenizer_manager
-        # To the scheduler only: its queue fills up meanwhile. The manager's own pause would hold the requests back, and
-        # SGLANG_ENABLE_COLOCATED_BATCH_GEN would slow down every decode step, timed ones included.
+        # Pause only the scheduler, so that its queue fills. The manager's own pause would hold the requests back, and
+        # SGLANG_ENABLE_COLOCATED_BATCH_GEN would slow down every decode step, including timed ones.
         await manager._async_dispatch_to_scheduler(PauseGenerationReqInput(mode="in_place"))
         request = GenerateReqInput(input_ids=prompts, sampling_params=_greedy(output_tokens))
         answer = asyncio.ensure_future(manager.generate_request(request, None).__anext__())

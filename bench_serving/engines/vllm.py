@@ -1,4 +1,4 @@
-"""Measures in real vLLM, in its own offline engine: tokens are timed as ``LLMEngine.step`` hands them out."""
+"""Measurement in vLLM's offline engine: tokens are timed when ``LLMEngine.step`` returns them."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from bench_serving.engines import measure
 from bench_serving.metrics import Request
 from bench_serving.settings import Job, Settings
 
-# inductor takes the forms of reductions, and vLLM has it combine kernels, that were the fastest when it tried them:
-# another start has another order of additions.
+# Without these, inductor chooses forms of reductions, and combines kernels, by timings at each start. Another start
+# would then add in another order.
 _THE_SAME_AT_EACH_START = {"deterministic": True, "combo_kernels": False, "benchmark_combo_kernel": False}
 
 
 def options(settings: Settings, disable_custom_all_reduce: bool, own_fusion: bool = True) -> dict[str, Any]:
-    """Arguments of ``vllm.LLM``; ``own_fusion`` as in ``arms.Arm``."""
+    """Return the arguments of ``vllm.LLM``. ``own_fusion``: see ``arms.Arm``."""
     result: dict[str, Any] = {
         "model": settings.model,
         "load_format": "dummy",
@@ -39,8 +39,8 @@ def options(settings: Settings, disable_custom_all_reduce: bool, own_fusion: boo
         result |= {"max_logprobs": -1, "logprobs_mode": "raw_logits"}
     compilation = result.get("compilation_config", {}) | settings.engine_options.get("compilation_config", {})
     if not own_fusion or settings.deterministic:
-        # Whatever else --engine-option says of the compiler, in all arms alike. vLLM 0.33 itself has it off in
-        # deterministic mode, as it is not batch-invariant; 0.26 does not ask.
+        # In all arms, independent of --engine-option. The fusion is not batch-invariant: vLLM 0.33 turns it off in
+        # deterministic mode itself, 0.26 does not.
         compilation["pass_config"] = {**compilation.get("pass_config", {}), "fuse_allreduce_rms": False}
     result |= settings.engine_options
     if compilation:
@@ -53,7 +53,7 @@ def _options_of(job: Job) -> dict[str, Any]:
 
 
 class Vllm:
-    """See ``measure.Engine``."""
+    """Implementation of ``measure.Engine``."""
 
     def __init__(self, job: Job) -> None:
         from vllm import LLM
@@ -74,7 +74,7 @@ class Vllm:
         return self._collect(self._send(prompts, output_tokens), begin)
 
     def generate_together(self, prompts: list[list[int]], output_tokens: int) -> list[Request]:
-        # Level 0 stops the scheduler and touches nothing else; requests queue up.
+        # Level 0 only stops the scheduler, so that requests queue up.
         self._llm.sleep(level=0, mode="keep")
         requests = self._send(prompts, output_tokens)
         begin = time.perf_counter()

@@ -1,14 +1,14 @@
-"""``llm-comm bench`` and ``llm-comm tune``: measurements of collectives on this machine."""
+"""Commands ``llm-comm bench`` and ``llm-comm tune``: measurements of collectives on this machine."""
 
-#: How a call is timed (``timing``): with ranks that start together on the GPU, and in all.
+#: Timing methods (``timing``). The methods of ALIGNED_METHODS start the ranks together on the GPU.
 ALIGNED_METHODS = ("aligned", "spaced")
 METHODS = (*ALIGNED_METHODS, "plain")
 
-#: What ``--plot`` can write.
+#: Image formats of ``--plot``.
 PLOT_SUFFIXES = (".png", ".svg", ".pdf")
 
-#: Of linear layers that ``tune`` times: there are kernels for 8, 16, 32 and 64, and up to 8 less is read of x.
+#: Token counts at which ``tune`` times linear layers. Kernels exist for 8, 16, 32 and 64; below 8 they read less of x.
 LAYER_TOKENS = (1, 4, 8, 16, 32, 64)
 
-#: Whose candidates ``tune`` and ``bench table`` time.
+#: Operations of ``tune`` and ``bench table``.
 OPERATIONS = ("all-reduce", "fused", "all-gather", "reduce-scatter")

@@ -1,6 +1,6 @@
-"""Agreement of the ranks of a command: all were asked the same, none has failed, and all compare the same libraries.
+"""Agreement between the ranks of a command: same request, no failure, same set of libraries.
 
-Ranks that compared different libraries would wait for each other in collectives of which the other knows nothing.
+Ranks with different libraries would wait for each other in different collectives.
 """
 
 from __future__ import annotations
@@ -18,20 +18,21 @@ from llm_comm.runtime.rendezvous import Rendezvous
 
 _T = TypeVar("_T")
 
-# A rank that has failed waits in the vote for those that wait for it in the library's own set-up: until the limit of
-# the group ends that, and then some.
+# Longest wait in a vote. A failed rank votes early, while the others are still in a library's own set-up, which ends at
+# the limit of the process group.
 _VOTE_TIMEOUT_S = 2 * launch.GROUP_TIMEOUT.total_seconds()
 
 
 def require_alike(asked: Callable[[], Mapping[str, Any]], group: dist.ProcessGroup) -> None:
-    """Compares what ranks were asked, by name. Collective.
+    """Compare the request of all ranks, by name. Collective.
 
     Args:
-        asked: Tells that of this rank; may raise ConfigError.
+        asked: Returns this rank's request; may raise ConfigError.
+        group: Process group of the ranks.
 
     Raises:
-        ConfigError: They differ, or a rank's ``asked`` raised it. On all ranks alike: one that went on alone would wait
-            for the others.
+        ConfigError: The requests differ, or ``asked`` raised it on a rank. Raised on all ranks alike, since a rank that
+            continued alone would wait for the others.
     """
     mine, failure = {}, ""
     try:
@@ -51,7 +52,7 @@ def require_alike(asked: Callable[[], Mapping[str, Any]], group: dist.ProcessGro
 
 
 def difference(one: Mapping[str, Any], other: Mapping[str, Any], of_one: str, of_other: str) -> str:
-    """What tells two apart, or ""."""
+    """Return the difference between two requests in words, or ""."""
     names = [name for name in {**one, **other} if one.get(name) != other.get(name)]
     return ", ".join(
         f"{name} is {quoted(one.get(name))} {of_one} and {quoted(other.get(name))} {of_other}" for name in names
@@ -59,20 +60,22 @@ def difference(one: Mapping[str, Any], other: Mapping[str, Any], of_one: str, of
 
 
 def first_failure(failure: str, error: float, group: dist.ProcessGroup) -> tuple[str, float]:
-    """The first rank's failure, if any, and the largest error of all ranks. Collective, on the host."""
+    """Return the failure of the first failed rank, or "", and the largest error of all ranks. Collective, on the
+    host."""
     outcomes: list[Any] = [None] * dist.get_world_size(group)
     dist.all_gather_object(outcomes, (failure, error), group=group)
     return next((text for text, _ in outcomes if text), ""), max(worst for _, worst in outcomes)
 
 
 def checked(check: Callable[[], float], group: dist.ProcessGroup) -> tuple[str, float]:
-    """Run a check of results on this rank. Collective.
+    """Check results on this rank. Collective.
 
     Args:
-        check: Return how far off results are; raise RuntimeError where a library cannot compute them.
+        check: Returns the error of the results. Raises RuntimeError if a library cannot compute them.
+        group: Process group of the ranks.
 
     Returns:
-        Why a rank's library cannot, or "", and the largest error of all ranks.
+        The failure of a rank's library, or "", and the largest error of all ranks.
 
     Raises:
         LlmCommError: The communicator has failed.
@@ -88,10 +91,11 @@ def checked(check: Callable[[], float], group: dist.ProcessGroup) -> tuple[str, 
 
 
 def on_all(call: Callable[[], _T], group: dist.ProcessGroup) -> _T:
-    """Calls it, and returns only if no rank has failed: others would wait for that one in what comes next. Collective.
+    """Run ``call`` on every rank and return its result if no rank failed. Otherwise the others would wait in the next
+    collective. Collective.
 
     Raises:
-        LlmCommError: It failed on another rank. On that rank: what it raised.
+        LlmCommError: Another rank failed. On the failed rank: its own exception.
     """
     failure: Exception | None = None
     try:
@@ -107,34 +111,34 @@ def on_all(call: Callable[[], _T], group: dist.ProcessGroup) -> _T:
 
 
 def any_rank(flag: bool, group: dist.ProcessGroup) -> bool:
-    """Whether it is true on a rank. Collective, on the host."""
+    """Return whether ``flag`` is true on any rank. Collective, on the host."""
     flags = torch.tensor([int(flag)])
     dist.all_reduce(flags, op=dist.ReduceOp.MAX, group=group)
     return bool(flags)
 
 
 class NotUsableError(RuntimeError):
-    """A library could not be set up on some rank. Raised on all ranks, with the same text."""
+    """A library could not be set up on a rank. Raised on all ranks with the same text."""
 
 
 def set_up(what: str, step: Callable[[], _T], group: dist.ProcessGroup) -> _T:
-    """Runs ``step``, and returns its result once it has succeeded on every rank. Collective.
+    """Run ``step`` on every rank and return its result if all succeeded. Collective.
 
-    What can fail on one rank alone, such as an import, should be a step before the one in which ranks wait for each
-    other.
+    An action that can fail on one rank, such as an import, should be a step of its own. A step in which ranks wait for
+    each other comes after it.
 
     Raises:
-        NotUsableError: It failed somewhere; the text names ``what``, the ranks and the reasons.
-        MissingRankError: A rank did not come to the vote.
+        NotUsableError: A rank failed. The text names ``what``, the ranks and the reasons.
+        MissingRankError: A rank did not arrive at the vote.
     """
     result, failure = None, None
     try:
         result = step()
-    except Exception as error:  # whatever it is, the other ranks must hear of it
+    except Exception as error:  # any error: the peers must be notified
         failure = first_line(error)
     try:
         Rendezvous(group, _VOTE_TIMEOUT_S).vote(what, failure)
-    except MissingRankError:  # no vote: the others may not know that there is none
+    except MissingRankError:  # without a vote, other ranks may not know about the failure
         raise
     except RendezvousError as error:
         raise NotUsableError(str(error)) from None

@@ -1,4 +1,4 @@
-"""From measured candidates to the rows of a tuning table."""
+"""Choice of tuning table rows from measured candidates."""
 
 from __future__ import annotations
 
@@ -15,20 +15,21 @@ from llm_comm.planning.tables import Row, RunnerUp
 
 _Row = TypeVar("_Row", LayerRow, NodeRow)
 
-# A simpler candidate is kept when another is better by less than the spread of repeated runs.
+# Relative difference between repeated runs. A simpler candidate is kept if others are better by less.
 _NOISE = 0.01
-# A candidate that looks slower than the best by more than this is not timed at length. Short looks go by the fastest of
-# a few runs, which a disturbance can only make slower, and repeat within a few percent: to be lost, the best would have
-# to look worse than it is by ten times the spread of what is timed at length.
+# Margin of the short measurement: slower candidates are not timed at length. The short measurement takes the fastest of
+# a few runs. Disturbances only make it slower, and it repeats within a few percent. To drop the best candidate, it
+# would have to be wrong by ten times the spread of the long measurement.
 _LOOKS_WORSE = 0.10
 
 
 class Measured(NamedTuple):
-    """Time of one candidate, in microseconds a call.
+    """Time of one candidate in microseconds a call.
 
     Attributes:
-        at_length: It is the median of all runs; else the fastest of a short look, good for leaving candidates out and
-            for nothing else.
+        row: Candidate.
+        us: Median of all runs; in a short measurement, the fastest run.
+        at_length: False for a short measurement, which serves only to drop candidates.
     """
 
     row: Row
@@ -37,12 +38,14 @@ class Measured(NamedTuple):
 
 
 def worth_timing(looks: Sequence[Measured], slack_us: float = 0.0) -> list[Row]:
-    """The candidates to time at length after a short look at all of them, in their order: those that may be the best,
-    and the best of every algorithm, so that the runner-up is timed too.
+    """Return the candidates to time at length, in their order: those that may be the best, and the best of each
+    algorithm.
+
+    The best of each algorithm is included so that the runner-up is timed at length too.
 
     Args:
-        looks: One at least.
-        slack_us: By how much a look may be wrong whatever its time.
+        looks: Short measurements, at least one.
+        slack_us: Absolute error of a short measurement in microseconds.
     """
     best = min(look.us for look in looks)
     limit = best + max(abs(best) * _LOOKS_WORSE, slack_us)
@@ -54,15 +57,15 @@ def worth_timing(looks: Sequence[Measured], slack_us: float = 0.0) -> list[Row]:
 
 
 def choose(measured: Sequence[Measured], size: int, refusals: Iterable[str]) -> Measured:
-    """The fastest, or an earlier candidate that cannot be told from it.
+    """Return the fastest candidate, or an earlier one whose time differs by less than the noise.
 
     Args:
-        measured: The candidates that ran, simplest first.
-        size: Of the message, in bytes.
-        refusals: Why others did not run.
+        measured: Candidates that ran, simplest first.
+        size: Message size in bytes.
+        refusals: Reasons why others did not run.
 
     Raises:
-        ConfigError: None ran.
+        ConfigError: No candidate ran.
     """
     measured = [candidate for candidate in measured if candidate.at_length]
     if not measured:
@@ -75,13 +78,13 @@ def choose(measured: Sequence[Measured], size: int, refusals: Iterable[str]) -> 
 
 
 def is_slower(us: float, other_us: float) -> bool:
-    """Whether a time is worse than another by more than repeated runs differ."""
-    # A time that another was taken off can be negative.
+    """Return whether a time is longer than another by more than the noise."""
+    # A difference of two times, as in the spaced method, can be negative.
     return us > other_us + abs(other_us) * _NOISE
 
 
 def with_figures(chosen: Measured, measured: Sequence[Measured]) -> Measured:
-    """The same with a row that says its time, and which other algorithm came next."""
+    """Add to the row its time and the fastest other algorithm."""
     others = [m for m in measured if m.at_length and _kind(m.row) != _kind(chosen.row)]
     runner_up = None
     if others:
@@ -91,22 +94,25 @@ def with_figures(chosen: Measured, measured: Sequence[Measured]) -> Measured:
 
 
 def choose_by_means(measured: Sequence[Measured], size: int, refusals: Iterable[str]) -> list[Measured]:
-    """What runs at a size, by what may be used, with figures and without repetition: a program where that is the best
-    of all, and the best algorithms: where sums may be in any order, where NVLink multicast only stores, and without it.
-    Of these rows the first counts that can be used.
+    """Return the rows for a size, without duplicates: the best program if it is the best of all, and the best algorithm
+    in each of three cases.
+
+    The cases are: sums in any order; NVLink multicast for stores only; no multicast. At run time, the first row whose
+    requirements are met counts.
 
     Raises:
-        ConfigError: As of ``choose``.
+        ConfigError: See ``choose``.
     """
     chosen: list[Measured] = []
     first = choose(measured, size, refusals)
     if registry.is_program(first.row.algorithm):
         chosen.append(with_figures(first, measured))
-        # The other rows are for where it is not served: what came next is then an algorithm too.
+        # The other rows apply if the program is not served. Their runner-up must then be an algorithm too.
         measured = [m for m in measured if not registry.is_program(m.row.algorithm)]
     for fits in (lambda _: True, lambda row: not sums_in_switch(row), lambda row: not _by_switch(row)):
         of_means = [m for m in measured if fits(m.row)]
-        # A row of a program would count before those of all algorithms of that size, by the switch too.
+        # Programs are excluded: their row would have precedence over all algorithms of that size, including those of
+        # the switch.
         algorithms = [m for m in of_means if not registry.is_program(m.row.algorithm)]
         best = with_figures(choose(algorithms, size, refusals), of_means)
         if all(best.row.without_figures() != other.row.without_figures() for other in chosen):
@@ -115,7 +121,7 @@ def choose_by_means(measured: Sequence[Measured], size: int, refusals: Iterable[
 
 
 def sums_in_switch(row: Row) -> bool:
-    """Whether what a row names sums in the NVLink switch."""
+    """Return whether the row's algorithm computes sums in the NVLink switch."""
     algorithm = _algorithm_of(row)
     return algorithm is not None and algorithm.sums_in_switch
 
@@ -126,13 +132,12 @@ def _by_switch(row: Row) -> bool:
 
 
 def _algorithm_of(row: Row) -> registry.Algorithm | None:
-    """None of a program."""
+    """Return None for a program."""
     return registry.operations()[row.operation].find(row.algorithm, row.protocol)
 
 
 def merge(best: Sequence[Sequence[Measured]]) -> list[Row]:
-    """One row, or as many as a size has, for neighbouring sizes that run alike. Figures are those of the largest size,
-    as of any row."""
+    """Merge neighbouring sizes with equal rows. The figures are those of the largest size."""
     groups: list[list[Row]] = []
     for of_size in best:
         rows = [m.row for m in of_size]
@@ -143,7 +148,7 @@ def merge(best: Sequence[Sequence[Measured]]) -> list[Row]:
 
 
 def last_of_alike(rows: Sequence[_Row]) -> list[_Row]:
-    """One row for neighbouring rows that run alike, with the figures of the largest; rows of layers, or of nodes."""
+    """Merge neighbouring rows that behave alike, with the figures of the largest. For rows of layers or of nodes."""
     groups = groupby(rows, key=lambda row: row.without_figures()._replace(up_to=0))
     return [list(group)[-1] for _, group in groups]
 

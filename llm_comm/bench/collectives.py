@@ -1,8 +1,9 @@
-"""``llm-comm bench all-reduce``, ``all-gather`` and ``reduce-scatter``: llm_comm beside other libraries.
+"""Commands ``llm-comm bench all-reduce``, ``all-gather`` and ``reduce-scatter``: comparison of llm_comm with other
+libraries.
 
-On GPUs the others are NCCL and torch's symmetric memory, whose multicast operators are never called; on emulated
-devices gloo. Programs of llm_comm.dsl that option ``dsl`` names are compared too.
-Sizes of all-gather and reduce-scatter are bytes of a rank's part.
+On GPUs these are NCCL and torch's symmetric memory, whose multicast operators are never called; on emulated devices
+gloo. DSL programs of option ``dsl`` are compared too. For all-gather and reduce-scatter, sizes are the bytes of one
+shard.
 """
 
 from __future__ import annotations
@@ -27,15 +28,15 @@ from llm_comm.planning.tables import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER
 
 
 class Primitive(NamedTuple):
-    """A collective by one call, of llm_comm and of ``torch.distributed``.
+    """Collective as a single call of llm_comm and of ``torch.distributed``.
 
     Attributes:
-        takes_whole: The input has the parts of all ranks; else one part.
-        gives_whole: The output has the parts of all ranks; else one part.
-        accepts: Whether a communicator takes an input.
-        plan: The plan of a communicator for an input.
-        run: Computes ``out`` from ``x`` by a communicator.
-        by_torch: Computes ``out`` from ``x`` by a process group, and returns the result: ``x``, where in place.
+        takes_whole: The input holds the shards of all ranks; otherwise one shard.
+        gives_whole: The output holds the shards of all ranks; otherwise one shard.
+        accepts: Returns whether a communicator accepts an input.
+        plan: Returns the communicator's plan for an input.
+        run: Computes ``out`` from ``x`` with a communicator.
+        by_torch: Computes ``out`` from ``x`` with a process group, and returns the result; in place it is ``x``.
     """
 
     takes_whole: bool
@@ -46,7 +47,7 @@ class Primitive(NamedTuple):
     by_torch: Callable[[Tensor, Tensor, dist.ProcessGroup], Tensor]
 
     def counts(self, part: int, world_size: int) -> tuple[int, int]:
-        """Elements of input and output for parts of so many."""
+        """Return the number of elements of input and output for shards of ``part`` elements."""
         whole = part * world_size
         return whole if self.takes_whole else part, whole if self.gives_whole else part
 
@@ -66,7 +67,7 @@ def _reduce_scatter(x: Tensor, out: Tensor, group: dist.ProcessGroup) -> Tensor:
     return out
 
 
-#: By the operation's name in the registry. Parts of an all-reduce are whole messages.
+#: Primitives by the operation's name in the registry. A shard of an all-reduce is the whole message.
 PRIMITIVES = {
     ALL_REDUCE: Primitive(
         False,
@@ -97,14 +98,16 @@ PRIMITIVES = {
 
 @dataclass
 class _Way:
-    """A library that computes ``call(x, out)``.
+    """Library that computes ``call(x, out)``.
 
     Attributes:
-        name, in_place, rounds_once: As of ``Library``.
-        primitive: The collective.
-        comm: The communicator whose ranks and device take part.
-        why_not: Why an input is not taken, or "".
-        x, out: Memory for inputs or outputs of the largest message; None: an ordinary tensor for each size.
+        name, in_place, rounds_once: Attributes of ``Library``.
+        primitive: Collective.
+        comm: Communicator that defines ranks and device.
+        dtype: Dtype of the elements.
+        call: Computes the collective.
+        why_not: Returns why an input is not served, or "".
+        x, out: Memory for input or output of the largest message; None: an ordinary tensor for each size.
     """
 
     name: str
@@ -130,7 +133,7 @@ class _Way:
 
 
 def ours(operation: str, comm: Communicator, dtype: torch.dtype, heap: Tensor | None = None) -> Library:
-    """llm_comm's call of an operation; ``heap``: symmetric memory for results, else they are ordinary tensors."""
+    """Return llm_comm's implementation. ``heap``: symmetric memory for results; None: ordinary tensors."""
     primitive = PRIMITIVES[operation]
 
     def why_not(x: Tensor) -> str:
@@ -145,7 +148,7 @@ def ours(operation: str, comm: Communicator, dtype: torch.dtype, heap: Tensor | 
 def libraries_of(
     operation: str, comm: Communicator, dtype: torch.dtype, max_bytes: int, group: dist.ProcessGroup
 ) -> tuple[list[Library], list[str]]:
-    """The libraries of ``Collective`` for an operation, and remarks on those that are missing."""
+    """Return the libraries to compare, see ``Collective``, and remarks on missing ones."""
     primitive = PRIMITIVES[operation]
     inputs, outputs = primitive.counts(max_bytes // dtype.itemsize, comm.world_size)
     in_place, gathers = operation == ALL_REDUCE, operation == ALL_GATHER
@@ -175,8 +178,10 @@ def libraries_of(
 
 
 def _copy_of_peers(comm: Communicator, handle: Any, x: Tensor, out: Tensor) -> Tensor:
-    """Copy the peers' parts from torch's symmetric memory, between two barriers: what
-    ``torch.ops.symm_mem._low_contention_all_gather`` does, on the stream of the call."""
+    """Copy the peers' shards from torch's symmetric memory, between two barriers.
+
+    ``torch.ops.symm_mem._low_contention_all_gather`` does the same, but on a stream of its own.
+    """
     handle.barrier()
     for step in range(comm.world_size):
         peer = (comm.rank - step) % comm.world_size
@@ -202,7 +207,7 @@ def _collective(operation: str, judge: Callable[[Communicator, torch.dtype, int]
     )
 
 
-#: By name of the command.
+#: Collectives by the name of the command.
 COLLECTIVES = {
     collective.title: collective
     for collective in (
@@ -214,5 +219,5 @@ COLLECTIVES = {
 
 
 def run(args: argparse.Namespace) -> int:
-    """Entry point of the three commands; ``args.collective`` names one. As ``comparison.run``."""
+    """Run one of the three commands; ``args.collective`` names it. See ``comparison.run``."""
     return comparison.run(args, COLLECTIVES[args.collective])

@@ -1,6 +1,6 @@
-"""Times one collective by llm_comm beside other libraries in one run, and checks every result.
+"""Comparison of one collective between llm_comm and other libraries in one run, with a check of every result.
 
-``Collective`` describes the collective; the commands of ``collectives`` and ``fused`` have one each.
+``Collective`` describes the collective. ``collectives`` and ``fused`` define those of the commands.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ from llm_comm.errors import ConfigError
 from llm_comm.planning.plan import Plan
 
 _T = TypeVar("_T")
-_CHECKS = 2  # each on fresh data: a call must not be right only because the one before left the result behind
+_CHECKS = 2  # each with fresh data, so that a call cannot pass with the result of the previous one
 
 
 @dataclass(frozen=True)
 class Defaults:
-    """Of the options of a command."""
+    """Defaults of a command's options."""
 
     max_bytes: int
     modes: tuple[str, ...]
@@ -43,13 +43,13 @@ class Defaults:
 
 
 ON_GPU = Defaults(max_bytes=8 << 20, modes=("eager", "graph"), calls=20, reps=20)
-# One CPU core often runs several emulated GPUs: enough for a comparison, short enough to wait for.
+# A CPU core often runs several emulated GPUs: few calls, to keep the run short.
 EMULATED = Defaults(max_bytes=64 << 10, modes=("eager",), calls=2, reps=3)
 
 
 @dataclass(frozen=True)
 class Bound:
-    """A library bound to its input ``x``: ``call`` enqueues the collective and returns the tensor, or tensors, of its
+    """Library with its input ``x``. ``call`` enqueues the collective and returns the tensor or tensors of the
     result."""
 
     x: Tensor
@@ -57,13 +57,13 @@ class Bound:
 
 
 class Library(Protocol):
-    """One way to do it.
+    """Implementation of the collective.
 
     Attributes:
-        name: column head.
-        in_place: the result replaces the input.
-        rounds_once: sums are accumulated in float32 or wider and rounded once; otherwise every partial sum
-            may be.
+        name: Column head.
+        in_place: The result replaces the input.
+        rounds_once: Sums are accumulated in float32 or wider and rounded once. Otherwise each partial sum may be
+            rounded.
     """
 
     name: str
@@ -71,33 +71,37 @@ class Library(Protocol):
     rounds_once: bool
 
     def bind(self, count: int) -> Bound:
-        """Binds to a message of ``count`` elements, however many of these its input has. Raises RuntimeError, on all
-        ranks, where unsupported."""
+        """Bind to a message of ``count`` elements. The input may have a multiple of these.
+
+        Raises:
+            RuntimeError: Unsupported; raised on all ranks.
+        """
 
 
 class Judge(Protocol):
-    """Inputs of one size, and what the results must be."""
+    """Inputs of one size, and the expected results."""
 
     def addend(self, rank: int, salt: int) -> Tensor:
-        """The input of one rank; another ``salt`` gives other data."""
+        """Return the input of one rank. Another ``salt`` gives other data."""
 
     def error(self, actual: Any, salt: int, rounds_once: bool) -> float:
-        """How far off a result of this rank is, as a fraction of what rounding explains; above 1 it is wrong."""
+        """Return the error of this rank's result as a fraction of what rounding explains. Above 1 the result is
+        wrong."""
 
 
 @dataclass(frozen=True)
 class Collective:
-    """What is compared.
+    """Collective to compare.
 
     Attributes:
-        title: "all-reduce", as the command is named.
-        libraries: the libraries to compare for a dtype and a largest message in bytes, ours first, the same on all
-            ranks; and remarks on what is missing or to be read with care.
-        judge: of messages of so many elements, for the rank of a communicator.
-        plan: what llm_comm runs for so many elements.
-        ours: what a communicator does by itself, into an ordinary tensor.
+        title: Name of the command, such as "all-reduce".
+        libraries: Returns the libraries to compare, for a dtype and a largest message in bytes. Ours is first, and all
+            ranks have the same ones. Also returns remarks on missing or doubtful libraries.
+        judge: Returns the judge of messages of a number of elements.
+        plan: Returns llm_comm's plan for a number of elements.
+        ours: Returns llm_comm's implementation with ordinary tensors.
         heading: Title of tables and plots; "": ``title``.
-        settings: Further entries of the JSON.
+        settings: Further entries of the JSON report.
     """
 
     title: str
@@ -110,18 +114,18 @@ class Collective:
 
     @property
     def operation(self) -> str:
-        """Its name in the registry."""
+        """Name in the registry."""
         return self.title.replace("-", "_")
 
 
 class _Program:
-    """A program in place of an algorithm, by the same call.
+    """DSL program in place of an algorithm, through the same call.
 
     Args:
-        name: Of one of the collective's operation, that ``comm`` has.
-        collective: What it does.
-        comm: Whose table changes.
-        dtype: Of the elements.
+        name: Program of ``comm`` for the collective's operation.
+        collective: Collective.
+        comm: Communicator, whose tuning table is replaced.
+        dtype: Dtype of the elements.
     """
 
     in_place = False
@@ -141,10 +145,10 @@ class _Program:
 
 
 def run(args: argparse.Namespace, collective: Collective) -> int:
-    """A command. Returns 0, or 1 when a result was wrong or a file could not be written.
+    """Run a command. Return 0, or 1 if a result was wrong or a file could not be written.
 
     Raises:
-        ConfigError: the options do not fit together or this machine, or the configuration is wrong.
+        ConfigError: The options contradict each other or the machine, or the configuration is invalid.
     """
     placement = settle(args, ON_GPU, EMULATED)
     if args.max < args.min:
@@ -155,25 +159,25 @@ def run(args: argparse.Namespace, collective: Collective) -> int:
 
 
 def start(args: argparse.Namespace, placement: Placement, collective: Collective, **overrides: Any) -> int:
-    """Compare a collective in all ranks, with options that ``settle`` has completed; otherwise as ``run``."""
+    """Compare a collective in all ranks, with options completed by ``settle``. See ``run``."""
     return in_ranks(
         args, placement, lambda group, config: _run_rank(args, collective, placement, group, config), **overrides
     )
 
 
 def programs_of(collective: Collective, comm: Communicator, dtype: torch.dtype) -> list[Library]:
-    """One way for each program of the collective that a communicator has. They change its table."""
+    """Return an implementation for each program of the collective. They replace the communicator's table."""
     names = [name for name, found in comm.programs.items() if found.operation == collective.operation]
     return [_Program(name, collective, comm, dtype) for name in names]
 
 
 def settle(args: argparse.Namespace, on_gpu: Defaults, emulated: Defaults) -> Placement:
-    """Where the ranks of a benchmark run; options that were left out get their defaults. Before ``in_ranks``.
+    """Return where the ranks of a benchmark run, and fill in default options. Must precede ``in_ranks``.
 
     Raises:
-        ConfigError: the options do not fit this machine.
+        ConfigError: The options do not fit this machine.
     """
-    # Set before the ranks start: torch reads it when it first allocates symmetric memory.
+    # Must be set before the ranks start: torch reads it when it first allocates symmetric memory.
     os.environ.setdefault("TORCH_SYMM_MEM_DISABLE_MULTICAST", "1")
     placement = launch.place(args.world, args.device)
     defaults = on_gpu if placement.on_gpu else emulated
@@ -192,11 +196,12 @@ def in_ranks(
     run_rank: Callable[[dist.ProcessGroup, Config], int],
     **overrides: Any,
 ) -> int:
-    """Starts the ranks of a benchmark, once the files that it is to write can be written; in a rank, runs it with the
-    configuration, of which the command line may override options.
+    """Start the ranks of a benchmark after checking that its output files can be written. In a rank, run it.
+
+    ``overrides``: options of the configuration that the command line replaces.
 
     Raises:
-        ConfigError: the configuration is wrong, a file cannot be written, or ``--plot`` lacks its library.
+        ConfigError: The configuration is invalid, a file cannot be written, or ``--plot`` lacks its library.
     """
     config = launch.checked_config({"--json": args.json, "--plot": args.plot}, **overrides)
     if args.plot:
@@ -216,7 +221,7 @@ def _run_rank(
         comm = stack.enter_context(Communicator(group, placement.device, config))
         libraries, remarks = collective.libraries(comm, dtype, args.max, group)
         if any(found.operation == collective.operation for found in comm.programs.values()):
-            # A forced algorithm would go before the tables that name programs.
+            # A forced algorithm would have precedence over the tables that name programs.
             own = stack.enter_context(Communicator(group, placement.device, config.replace(algorithm="auto")))
             libraries[1:1] = programs_of(collective, own, dtype)
         if speaks:
@@ -236,7 +241,7 @@ def _run_rank(
 
 
 def sizes(smallest: int, largest: int) -> Iterator[int]:
-    """``smallest`` and its doublings up to ``largest``, in bytes."""
+    """Yield ``smallest`` and its doublings up to ``largest``, in bytes."""
     while smallest <= largest:
         yield smallest
         smallest *= 2
@@ -245,10 +250,10 @@ def sizes(smallest: int, largest: int) -> Iterator[int]:
 def symmetric_buffer(
     count: int, dtype: torch.dtype, device: torch.device, group: dist.ProcessGroup
 ) -> tuple[Tensor, Any]:
-    """So many elements in torch's symmetric memory, and its handle. Collective.
+    """Allocate ``count`` elements in torch's symmetric memory. Return the tensor and its handle. Collective.
 
     Raises:
-        agreement.NotUsableError: it failed somewhere, on all ranks.
+        agreement.NotUsableError: A rank failed; raised on all ranks.
     """
 
     def allocate() -> tuple[Any, Tensor]:
@@ -261,7 +266,7 @@ def symmetric_buffer(
 
 
 class Comparison:
-    """Measures on this rank; its methods are collective."""
+    """Measurement on this rank. All methods are collective."""
 
     def __init__(
         self,
@@ -275,7 +280,7 @@ class Comparison:
         self._comm, self._group, self._dtype, self._schedule = comm, group, dtype, schedule
 
     def row(self, message_bytes: int, mode: str, libraries: list[Library], progress: Progress) -> Row:
-        """Checks and times all libraries at one size."""
+        """Check and time all libraries at one size."""
         count = message_bytes // self._dtype.itemsize
         judge = self._collective.judge(self._comm, self._dtype, count)
         results = {}
@@ -287,7 +292,7 @@ class Comparison:
         return Row(message_bytes, mode, dataclasses.asdict(plan), results)
 
     def measure(self, library: Library, count: int, mode: str, judge: Judge) -> Result:
-        """Checks and times one library."""
+        """Check and time one library."""
         bound: Bound
 
         def check() -> float:
@@ -305,7 +310,7 @@ class Comparison:
                 bound.x.copy_(original)
 
         if mode == "graph":
-            # Repeated in place the sums would be summed again, past what the dtype can hold: check one call.
+            # In place, repeated calls would sum the sums again, beyond the range of the dtype: check a single call.
             replay = replayable(bound.call, 1 if library.in_place else self._schedule.calls)
             error = max(error, self._check(library, bound, replay, judge))
             _, error = first_failure("", error, self._group)
@@ -323,7 +328,7 @@ class Comparison:
 
 
 def replayable(call: Callable[[], _T], calls: int) -> Callable[[], _T]:
-    """A function that replays a CUDA graph of ``calls`` calls and returns the last one's result."""
+    """Return a function that replays a CUDA graph of ``calls`` calls and returns the last call's result."""
     last: list[_T] = []
 
     def keep_last() -> None:

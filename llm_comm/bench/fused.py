@@ -1,8 +1,8 @@
-"""``llm-comm bench fused``: all-reduce + residual add + RMSNorm, in one kernel and in two, in one run.
+"""Command ``llm-comm bench fused``: all-reduce + residual add + RMSNorm, in one kernel and in two, in one run.
 
-Beside the fused operation stand llm_comm's and NCCL's plain all-reduce, each followed by the add and the norm as one
-kernel (on GPUs what ``torch.compile`` makes of them, as in an engine that compiles its model; on emulated devices plain
-torch), and FlashInfer's fused all-reduce where it is installed.
+The fused operation is compared with the plain all-reduces of llm_comm and NCCL, each followed by add and norm in one
+kernel. FlashInfer's fused all-reduce is compared too if it is installed. On GPUs, add and norm are compiled by
+``torch.compile``, as in an engine that compiles its model; on emulated devices they are plain torch.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _Result = TypeVar("_Result")
 
 
 def add_rms_norm(summed: Tensor, residual: Tensor, weight: Tensor) -> Outputs:
-    """The residual add and the norm after an all-reduce, as engines write them for their compiler."""
+    """Compute residual add and norm after an all-reduce, in the form in which engines write them for their compiler."""
     new_residual = summed + residual
     x = new_residual.float()
     factor = torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + EPS)
@@ -43,10 +43,10 @@ def add_rms_norm(summed: Tensor, residual: Tensor, weight: Tensor) -> Outputs:
 
 
 def as_engines_run(function: Callable[..., _Result], comm: Communicator) -> Callable[..., _Result]:
-    """What ``torch.compile`` makes of a function on GPUs; on emulated ones the function itself."""
+    """Compile a function with ``torch.compile`` on GPUs; on emulated ones return it unchanged."""
     if comm.is_emulated:
         return function
-    # Each size is a graph of its own; beyond the limit torch would run the function as it is.
+    # Each size is a graph of its own. Beyond the limit torch would silently stop compiling.
     torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, 64)
     return torch.compile(function, dynamic=False)
 
@@ -55,6 +55,8 @@ class _Rows:
     """Operands of a rank, by the number of elements.
 
     Args:
+        comm: Communicator.
+        dtype: Dtype of the elements.
         hidden: Elements of a row.
     """
 
@@ -62,15 +64,15 @@ class _Rows:
         self.comm, self.hidden, self._dtype = comm, hidden, dtype
 
     def reference(self, count: int) -> FusedReference:
-        """Judge of results for so many elements."""
+        """Return the judge of results of ``count`` elements."""
         return FusedReference(count // self.hidden, self.hidden, self.comm.world_size, self._dtype, self.comm.device)
 
     def operands(self, count: int) -> Operands:
-        """Operands of this rank."""
+        """Return the operands of this rank."""
         return self.reference(count).operands(self.comm.rank, 0)
 
     def plan(self, count: int) -> Plan:
-        """The plan of the fused operation."""
+        """Return the plan of the fused operation."""
         operands = self.operands(count)
         return self.comm.plan_all_reduce_add_rms_norm(operands.x, operands.weight)
 
@@ -96,11 +98,14 @@ class _Fused:
 
 
 class _Unfused:
-    """An all-reduce, and the norm behind it.
+    """All-reduce followed by a separate norm.
 
     Args:
-        bind_reduce: Return the all-reduce of a tensor as a call.
-        in_place: Whether the sums replace the tensor.
+        name: Column head.
+        rows: Operands.
+        bind_reduce: Returns the all-reduce of a tensor as a call.
+        norm: Residual add and norm.
+        in_place: The sums replace the tensor.
     """
 
     rounds_once = False
@@ -134,7 +139,7 @@ class _FlashInfer:
 
         self.name = f"flashinfer {1 if one_shot else 2}-shot"
         self._module, self._one_shot, self._rows, self._comm = flashinfer, one_shot, rows, comm
-        # The default memory is torch's symmetric memory or cudaIpc; multicast of the former is off (run()).
+        # The default memory is torch's symmetric memory, whose multicast run() turns off, or cudaIpc.
         self._handles, self._workspace = flashinfer.trtllm_create_ipc_workspace_for_all_reduce_fusion(
             comm.rank, comm.world_size, tokens, rows.hidden, group=group
         )
@@ -176,10 +181,10 @@ class _FlashInfer:
 
 
 def run(args: argparse.Namespace) -> int:
-    """``llm-comm bench fused``. Returns 0, or 1 when a result was wrong or a file could not be written.
+    """Run ``llm-comm bench fused``. Return 0, or 1 if a result was wrong or a file could not be written.
 
     Raises:
-        ConfigError: the options do not fit together or this machine, or the configuration is wrong.
+        ConfigError: The options contradict each other or the machine, or the configuration is invalid.
     """
     args.min = args.min or max(16 << 10, args.hidden * 2)
     placement = comparison.settle(args, _ON_GPU, EMULATED)
@@ -196,7 +201,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def collective(hidden: int) -> Collective:
-    """The fused operation on rows of ``hidden`` elements."""
+    """Return the fused operation on rows of ``hidden`` elements."""
     return Collective(
         "fused",
         partial(libraries_of, hidden),
@@ -211,7 +216,7 @@ def collective(hidden: int) -> Collective:
 def libraries_of(
     hidden: int, comm: Communicator, dtype: torch.dtype, max_bytes: int, group: dist.ProcessGroup
 ) -> tuple[list[Library], list[str]]:
-    """The libraries of ``Collective`` for the fused operation, and remarks on those that are missing."""
+    """Return the libraries to compare for the fused operation, see ``Collective``, and remarks on missing ones."""
     rows = _Rows(comm, dtype, hidden)
 
     def ours(x: Tensor) -> Callable[[], Tensor]:

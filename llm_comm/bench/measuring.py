@@ -1,6 +1,6 @@
-"""Times the candidates for one message: a short look at all of them, then at length those that may be the best.
+"""Measurement of the candidates for one message: first all of them briefly, then the promising ones at length.
 
-``Pace`` says how far a run over many candidates is, and ``Budget`` ends it in time.
+``Pace`` reports progress over many candidates, and ``Budget`` limits the time.
 """
 
 from __future__ import annotations
@@ -26,22 +26,23 @@ from llm_comm.registry import is_program
 _T = TypeVar("_T")
 _NO_LIMIT = 1 << 40
 _CALLS = 20
-# In a row of calls that take longer than the start of the row fewer of them say as much.
+# Fewest calls in a row. Long calls need fewer, since the start of the row matters less.
 _FEWEST_CALLS = 4
 _ALL_CALLS_UP_TO = 16 * MIB
 _LOOK_RUNS, _LOOK_WARM_UPS = 3, 1
-# What is taken off spaced calls takes some tens of microseconds, and varies by a percent or two of that.
+# Absolute error in microseconds of short spaced measurements. The subtracted time of the spacers is tens of
+# microseconds and varies by one or two percent.
 _SPACED_SLACK_US = 1.0
 
 
 class AtSize(NamedTuple):
-    """What was measured of an operation at one size.
+    """Measurements of an operation at one size.
 
     Attributes:
-        size: Of the message, in bytes.
+        size: Message size in bytes.
         measured: Candidates that ran, simplest first.
-        nccl_us: Of NCCL; None where it was not timed.
-        refusals: Why others did not run.
+        nccl_us: Microseconds of NCCL; None if it was not timed.
+        refusals: Reasons why others did not run.
     """
 
     size: int
@@ -51,17 +52,18 @@ class AtSize(NamedTuple):
 
 
 def schedule_of(method: str, reps: int, whole_bytes: int) -> Schedule:
-    """How a call on a tensor of so many bytes is timed at length."""
+    """Return how a call on a tensor of ``whole_bytes`` bytes is timed at length."""
     calls = max(_FEWEST_CALLS, min(_CALLS, _CALLS * _ALL_CALLS_UP_TO // max(1, whole_bytes)))
     return Schedule.by(method, calls, reps)
 
 
 class Bench:
-    """An operation on tensors of one size, to be timed in several ways. Collective, as all its methods are.
+    """Operation on tensors of one size, to be timed with several candidates. Construction and all methods are
+    collective.
 
     Args:
-        comm, group: Of this rank. The table of ``comm`` changes.
-        subject, size: The operation.
+        comm, group: Communicator and process group of this rank. The table of ``comm`` is replaced.
+        subject, size: Operation, and message size in bytes.
         schedule: How a call is timed at length.
     """
 
@@ -73,10 +75,10 @@ class Bench:
         self.bound: Bound = on_all(lambda: subject.bind(comm, group, size), group)
 
     def candidates(self, show: Callable[[str], None], with_nccl: bool = True) -> AtSize:
-        """All candidates, those that run alike once, and NCCL.
+        """Time all distinct candidates, and NCCL.
 
         Args:
-            show: Is told how far it is.
+            show: Receives progress texts.
             with_nccl: False for a group without NCCL.
         """
         refusals: list[str] = []
@@ -106,23 +108,23 @@ class Bench:
         return AtSize(self._size, measured, nccl_us, tuple(refusals))
 
     def time(self, row: Row, which: str, show: Callable[[str], None]) -> float:
-        """Microseconds of a candidate, at length."""
+        """Return the microseconds of a candidate, timed at length."""
         show(f"candidate {which}")
         self.use(row)
         return self.time_present()
 
     def time_present(self) -> float:
-        """Microseconds of what the present table of the communicator says, at length."""
+        """Return the microseconds of the communicator's current table, timed at length."""
         return _rounded(self._timed(self._schedule).us)
 
     def use(self, row: Row) -> None:
-        """Makes the communicator run a candidate."""
+        """Make the communicator run a candidate."""
         only_symmetric = 0 if self._subject.is_symmetric else _NO_LIMIT
         table = TuningTable("tune", by_operation([row]), _NO_LIMIT, _NO_LIMIT, min_symmetric_bytes=only_symmetric)
         self._comm.use_table(table)
 
     def _that_run(self, refusals: list[str]) -> list[Row]:
-        """The candidates that the communicator accepts, one of those that run alike."""
+        """Return the candidates that the communicator accepts, without duplicates."""
         rows, plans = [], set()
         for row in candidates_on(self._comm, self._subject, self._size):
             self.use(row)
@@ -136,7 +138,7 @@ class Bench:
             if is_program(row.algorithm) and (why := why_not_run(plan, row.algorithm)):
                 refusals.append(f"{row.algorithm}: {why}")
                 continue
-            # A plan says of symmetric tensors only which algorithm runs.
+            # For symmetric tensors a plan names only the algorithm, so rows are compared.
             key = row if self._subject.is_symmetric else plan
             if key not in plans:
                 plans.add(key)
@@ -144,36 +146,36 @@ class Bench:
         return rows
 
     def _timed(self, schedule: Schedule) -> timing.Timing:
-        on_all(self.bound.call, self._group)  # what is wrong with it is told better outside of a capture
+        on_all(self.bound.call, self._group)  # a failure here has a better error than one inside a capture
         return timing.time_graph(self.bound.call, nothing, schedule, self._group)
 
 
 def count_candidates(subject: Subject, sizes: Sequence[int], comm: Communicator) -> int:
-    """Of all sizes together, those that run alike too."""
+    """Return the number of candidates of all sizes, including duplicates."""
     return sum(1 for size in sizes for _ in candidates_on(comm, subject, size))
 
 
 def _rounded(us: float) -> float:
-    """As files have it: what is read again chooses as what was measured."""
+    """Round as table files do, so that a table chooses alike before and after writing."""
     return round(us, 3)
 
 
 class Pace:
-    """Counts what is done of a number of candidates.
+    """Progress over a number of candidates.
 
     Args:
-        total: To do in this run.
+        total: Number of candidates in this run.
     """
 
     def __init__(self, total: int) -> None:
         self._total, self._done, self._started = total, 0, time.monotonic()
 
     def advance(self, count: int = 1) -> None:
-        """So many more are done."""
+        """Count ``count`` more candidates as done."""
         self._done += count
 
     def text(self) -> str:
-        """``300 of 1200 in all, about 3 min left``: at the pace so far."""
+        """Return "300 of 1200 in all, about 3 min left", extrapolated from the pace so far."""
         done = f"{self._done} of {self._total} in all"
         if self._done == 0:
             return done
@@ -182,14 +184,14 @@ class Pace:
 
 
 class Budget:
-    """How long a run may measure, from now on.
+    """Time limit of a run, beginning now.
 
     Args:
-        seconds: None: as long as it takes.
-        group: The ranks, which end together.
+        seconds: Limit; None: no limit.
+        group: Process group, whose ranks end together.
 
     Attributes:
-        left: Of what was to be measured, how much was not.
+        left: Number of items that were not measured.
     """
 
     def __init__(self, seconds: float | None, group: dist.ProcessGroup) -> None:
@@ -198,7 +200,7 @@ class Budget:
         self.left = 0
 
     def take(self, items: Sequence[_T]) -> Iterator[_T]:
-        """The items until the time is up; the one that is being measured then is finished. Collective."""
+        """Yield items until the time is up. The item in progress is finished. Collective."""
         for number, item in enumerate(items):
             if self._is_spent():
                 self.left = len(items) - number
@@ -206,7 +208,7 @@ class Budget:
             yield item
 
     def _is_spent(self) -> bool:
-        # Clocks differ: one rank that ended alone would be waited for.
+        # The decision is collective, because clocks differ: the others would wait for a rank that ends alone.
         return self._end is not None and any_rank(time.monotonic() >= self._end, self._group)
 
 

@@ -1,4 +1,4 @@
-"""Programs of llm_comm.dsl as what is measured: which of them, as which rows, and why not the others."""
+"""DSL programs as candidates: which are measured, with which rows, and why others are not."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ _NO_LIMIT = 1 << 40
 
 
 def to_measure(comm: Communicator, config: Config) -> dict[str, Kernels]:
-    """The programs of a communicator that one with ``config`` could be told to run, by name: ``comm`` may permit sums
-    in any order only for what is measured."""
+    """Return the programs that a communicator with ``config`` could run, by name. ``comm`` may permit sums in any order
+    for the measurement only."""
     return {
         name: kernels
         for name, kernels in comm.programs.items()
@@ -30,16 +30,16 @@ def to_measure(comm: Communicator, config: Config) -> dict[str, Kernels]:
 def unmeasured(
     measured: Mapping[str, Kernels], config: Config, world_size: int, operations: Collection[str]
 ) -> list[str]:
-    """Which programs of option ``dsl`` are not measured, and why.
+    """Return which programs of option ``dsl`` are not measured, and why.
 
     Args:
-        measured: Those that are, or others.
-        config: Whose option it is.
-        world_size: Ranks.
-        operations: That are measured, by their names on the command line.
+        measured: Programs that are measured; others are ignored.
+        config: Configuration with the option.
+        world_size: Number of ranks.
+        operations: Measured operations, by their names on the command line.
 
     Raises:
-        ConfigError: One that is not measured is not correct.
+        ConfigError: A program that is not measured is not correct.
     """
     return [
         f"{name} is not measured: {examine(text, world_size, config)[1]}"
@@ -51,11 +51,11 @@ def unmeasured(
 def print_remarks(
     measured: Mapping[str, Kernels], config: Config, world_size: int, operations: Collection[str], largest: int
 ) -> None:
-    """Says which programs are not among the candidates, and which only up to a size.
+    """Print which programs are not among the candidates, and which only up to a size.
 
     Args:
-        measured, config, world_size, operations: As of ``unmeasured``.
-        largest: Bytes of the largest message, or part.
+        measured, config, world_size, operations: Arguments of ``unmeasured``.
+        largest: Size in bytes of the largest message or shard.
     """
     for remark in unmeasured(measured, config, world_size, operations):
         print(remark, flush=True)
@@ -69,18 +69,18 @@ def _on_command_line(operation: str) -> str:
 
 
 def digests(config: Config, world_size: int) -> list[str]:
-    """The programs of option ``dsl``, each with a digest of what it does.
+    """Return the programs of option ``dsl``, each with a digest of its operations.
 
     Raises:
-        ConfigError: One cannot be imported or is not correct.
+        ConfigError: A program cannot be imported or is not correct.
     """
     texts = programs.of_option(config)
     return [f"{name} ({digest(examine(text, world_size, config)[0])})" for name, text in texts.items()]
 
 
 def rows_for(problem: Problem, programs: Mapping[str, Kernels]) -> Iterator[Row]:
-    """Rows of a table worth measuring for a problem, of every program that serves it, its own choice of blocks and
-    threads first."""
+    """Yield rows to measure for a problem, for every program that serves it. A program's own launch parameters come
+    first."""
     size = problem.message_bytes()
     for name, kernels in programs.items():
         is_served = size <= kernels.max_bytes and problem.data_type in kernels.data_types
@@ -91,10 +91,10 @@ def rows_for(problem: Problem, programs: Mapping[str, Kernels]) -> Iterator[Row]
 
 
 def table_of(name: str, operation: str) -> TuningTable:
-    """One that names a program for all messages of its operation."""
+    """Return a table that names a program for all messages of its operation."""
     return TuningTable("bench", by_operation([Row(_NO_LIMIT, operation, name, PROTOCOL)]), _NO_LIMIT)
 
 
 def why_not_run(plan: Plan, name: str) -> str:
-    """Why a plan is not by the program that the table names, or ""."""
+    """Return why a plan does not use the program that the table names, or ""."""
     return "" if plan.algorithm == name else plan.reason.rpartition(f"; {name}: ")[2]

@@ -1,4 +1,4 @@
-"""Inputs of benchmarks, and what judges the results of collectives: float64 sums, and bits where nothing is rounded."""
+"""Inputs of benchmarks, and judges of results: float64 sums, or bitwise comparison where nothing is rounded."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-#: Of norms.
+#: Epsilon of norms.
 EPS = 1e-5
 
 #: Normed rows and new residual.
@@ -15,19 +15,19 @@ Outputs = tuple[Tensor, Tensor]
 
 
 def worst(difference: Tensor, allowed: Tensor) -> float:
-    """The largest difference as a fraction of what is allowed; infinite for a NaN."""
-    # Where all addends are 0 nothing is allowed, and 0 / 0 would not say that the result is right.
+    """Return the largest difference as a fraction of the allowed one; infinite for NaN."""
+    # If all addends are 0 the allowed difference is 0. The quotient 0 / 0 of a correct result must count as 0.
     ratio = torch.where(difference == 0, 0.0, difference.abs() / allowed)
     return float(ratio.nan_to_num(nan=torch.inf).max())
 
 
 class Reference:
-    """Inputs that depend on rank and position, and their sums in float64, which judge a result.
+    """Inputs that depend on rank and position, and their sums in float64 to judge results.
 
     Args:
-        count: elements.
-        world: number of ranks.
-        dtype, device: of the inputs; the sums are formed on the device as well.
+        count: Number of elements.
+        world: Number of ranks.
+        dtype, device: Dtype and device of the inputs. Sums are computed on the device as well.
     """
 
     def __init__(self, count: int, world: int, dtype: torch.dtype, device: torch.device) -> None:
@@ -35,21 +35,20 @@ class Reference:
         self._expected: dict[int, tuple[Tensor, Tensor]] = {}
 
     def addend(self, rank: int, salt: int) -> Tensor:
-        """The input of one rank; another ``salt`` gives other data. Values lie within +-2."""
-        # The period is a prime, so no shard, chunk or line of one size starts at the same values again.
+        """Return the input of one rank, within +-2. Another ``salt`` gives other data."""
+        # The period is a prime, so shards, chunks and lines of one size start with different values.
         index = torch.arange(1, self._count + 1, device=self._device)
         steps = (index * (7919 + 104729 * rank) + 1009 * salt) % 4001 - 2000
         return (steps / 1024).to(self._dtype)
 
     def error(self, actual: Tensor, salt: int, rounds_once: bool, first: int = 0) -> float:
-        """Largest difference from the float64 sum, as a fraction of what rounding explains; huge for a NaN.
+        """Return the largest difference from the float64 sum as a fraction of what rounding explains; huge for NaN.
 
         Args:
-            actual: (count,) the result to judge, or a part of it.
-            salt: as of the inputs.
-            rounds_once: allow a float32 accumulation and one rounding to the dtype; otherwise a rounding to
-                the dtype for every addend.
-            first: element of the sum with which ``actual`` begins.
+            actual: Result to judge, or a part of it: [count].
+            salt: Salt of the inputs.
+            rounds_once: Allow float32 accumulation and one rounding. Otherwise allow a rounding for every addend.
+            first: Index of the sum's element with which ``actual`` begins.
         """
         total, magnitude = (sums[first : first + actual.numel()] for sums in self.sums(salt))
         epsilon = torch.finfo(self._dtype).eps
@@ -60,7 +59,7 @@ class Reference:
         return worst(actual.double() - total, allowed)
 
     def sums(self, salt: int) -> tuple[Tensor, Tensor]:
-        """Sum of the addends and of their absolute values, float64."""
+        """Return the sum of the addends and the sum of their absolute values, in float64."""
         if salt not in self._expected:
             addends = [self.addend(rank, salt).double() for rank in range(self._world)]
             total = torch.stack(addends).sum(dim=0)
@@ -69,40 +68,40 @@ class Reference:
 
 
 class Parts:
-    """Judge of an all-gather: the parts of all ranks in their order, bit for bit."""
+    """Judge of an all-gather: the shards of all ranks in order, compared bitwise."""
 
     def __init__(self, count: int, world: int, dtype: torch.dtype, device: torch.device) -> None:
         self._world, self._inputs = world, Reference(count, world, dtype, device)
 
     def addend(self, rank: int, salt: int) -> Tensor:
-        """The part of one rank."""
+        """Return the shard of one rank."""
         return self._inputs.addend(rank, salt)
 
     def error(self, actual: Tensor, salt: int, rounds_once: bool) -> float:
-        """0, or infinite where the result has other bits anywhere."""
+        """Return 0, or infinity if the result differs anywhere."""
         del rounds_once
         expected = torch.cat([self.addend(rank, salt) for rank in range(self._world)])
         return 0.0 if torch.equal(actual, expected) else float("inf")
 
 
 class PartOfSums:
-    """Judge of a reduce-scatter: a rank's part of the sums."""
+    """Judge of a reduce-scatter: one rank's shard of the sums."""
 
     def __init__(self, count: int, rank: int, world: int, dtype: torch.dtype, device: torch.device) -> None:
         self._sums, self._first = Reference(count * world, world, dtype, device), rank * count
 
     def addend(self, rank: int, salt: int) -> Tensor:
-        """The whole input of one rank."""
+        """Return the whole input of one rank."""
         return self._sums.addend(rank, salt)
 
     def error(self, actual: Tensor, salt: int, rounds_once: bool) -> float:
-        """As of ``Reference``."""
+        """See ``Reference.error``."""
         return self._sums.error(actual, salt, rounds_once, self._first)
 
 
 @dataclass(frozen=True)
 class Operands:
-    """What a call works on: [rows, hidden], the same residual and weight on all ranks."""
+    """Operands of a fused call: [rows, hidden]. Residual and weight are equal on all ranks."""
 
     x: Tensor
     residual: Tensor
@@ -110,27 +109,28 @@ class Operands:
 
 
 class FusedReference:
-    """Operands that depend on rank and position, and float64 results, which judge a library."""
+    """Operands that depend on rank and position, and float64 results to judge a library."""
 
     def __init__(self, rows: int, hidden: int, world: int, dtype: torch.dtype, device: torch.device) -> None:
         self._shape, self._world = (rows, hidden), world
         self._sums = Reference(rows * hidden, world, dtype, device)
 
     def addend(self, rank: int, salt: int) -> Tensor:
-        """The rows of one rank that are summed; another ``salt`` gives other data."""
+        """Return the summand of one rank. Another ``salt`` gives other data."""
         return self._sums.addend(rank, salt).view(self._shape)
 
     def operands(self, rank: int, salt: int) -> Operands:
-        """Of one rank; another ``salt`` gives another ``x``. The residual is that of a rank that does not exist."""
+        """Return the operands of one rank. Another ``salt`` gives another ``x``. The residual uses the data of a rank
+        that does not exist."""
         x = self.addend(rank, salt)
         residual = self._sums.addend(self._world, 0).view(self._shape)
         weight = self._sums.addend(self._world + 1, 0).view(self._shape)[0].clone()
         return Operands(x, residual, weight)
 
     def error(self, outputs: Outputs, salt: int, rounds_once: bool) -> float:
-        """Largest difference from the float64 results, as a fraction of what rounding explains; huge for a NaN.
+        """Return the largest difference from the float64 results as a fraction of what rounding explains; huge for NaN.
 
-        The norm is judged by the library's own new residual: what that is off by is counted once.
+        The norm is judged against the library's own new residual, so that an error of the residual counts once.
         """
         normed, new_residual = outputs
         total, magnitude = (sums.view(self._shape) for sums in self._sums.sums(salt))
@@ -143,9 +143,9 @@ class FusedReference:
 
 
 def norm_error(normed: Tensor, new_residual: Tensor, weight: Tensor) -> float:
-    """Largest difference of normed rows from the float64 norm of a residual, as a fraction of what rounding explains;
-    infinite for a NaN."""
+    """Return the largest difference of normed rows from the float64 norm as a fraction of what rounding explains;
+    infinite for NaN."""
     x = new_residual.double()
     norm = x * (x.square().mean(-1, keepdim=True) + EPS).rsqrt() * weight.double()
-    # One ulp more than half of one; and a rounding before the weight, as some kernels do.
+    # Allowed: half an ulp, one ulp more, and a rounding before the weight, as in some kernels.
     return worst(normed.double() - norm, norm.abs() * torch.finfo(normed.dtype).eps * 1.5 + 1e-30)

@@ -1,4 +1,4 @@
-"""What the commands report: a run's environment and a benchmark's results, as text, JSON and PNG."""
+"""Reports of the commands: environment of a run, and results as text, JSON and plot."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from llm_comm.registry import is_program
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 OURS = "llm_comm"
-#: The same with its result in symmetric memory.
+#: llm_comm with its result in symmetric memory.
 OURS_SYMMETRIC = "llm_comm symm"
 EMULATED_REMARK = (
     "emulated GPUs: these times compare CPU code and say nothing about GPUs, so that no speedups are shown"
@@ -44,15 +44,15 @@ _RELEVANT_VARIABLES = (
 
 @dataclass(frozen=True)
 class Result:
-    """One library at one size in one mode.
+    """Result of one library at one size in one mode.
 
     Attributes:
-        us: median microseconds a call on the slowest rank; None when the library did not run.
-        min_us: the fastest timed run, on the slowest rank.
-        host_us: host time to issue one call, in microseconds; None where the host issues a whole graph.
-        error: largest difference from the float64 reference, as a fraction of what rounding explains; above 1
-            (or NaN) the result is wrong.
-        skipped: why it did not run; empty if it ran.
+        us: Median microseconds a call on the slowest rank; None if the library did not run.
+        min_us: Fastest timed run, on the slowest rank.
+        host_us: Host microseconds to issue one call; None if the host issues a whole graph.
+        error: Largest difference from the float64 reference, as a fraction of what rounding explains. Above 1, or NaN,
+            the result is wrong.
+        skipped: Why the library did not run; "" if it ran.
     """
 
     us: float | None = None
@@ -63,7 +63,7 @@ class Result:
 
     @property
     def wrong(self) -> bool:
-        """True when the library ran and its sums are not the reference's."""
+        """True if the library ran and its result is wrong."""
         return self.error is not None and not self.error <= 1.0
 
 
@@ -78,7 +78,7 @@ class Row:
 
     @property
     def best_other(self) -> str | None:
-        """Name of the fastest other library that ran and was right; programs are our own."""
+        """Name of the fastest correct library other than llm_comm. DSL programs count as llm_comm."""
         others = {
             name: result.us
             for name, result in self.results.items()
@@ -89,18 +89,18 @@ class Row:
 
     @property
     def speedup(self) -> float | None:
-        """Time of the best other library over ours."""
+        """Time of the best other library divided by ours."""
         ours = self.results[OURS].us
         other = self.results[self.best_other].us if self.best_other else None
         return other / ours if other and ours else None
 
     @property
     def wrong(self) -> bool:
-        """True when any library's result is wrong."""
+        """True if any library's result is wrong."""
         return any(result.wrong for result in self.results.values())
 
     def as_dict(self, compared: bool) -> dict[str, Any]:
-        """The row for JSON, with the lead over others if it is ``compared``."""
+        """Return the row for JSON, with the speedup if ``compared``."""
         return {
             **dataclasses.asdict(self),
             "best_other": self.best_other if compared else None,
@@ -110,28 +110,28 @@ class Row:
 
 
 class Progress:
-    """One status line on stderr, rewritten in place on a terminal and kept off everything else."""
+    """Status line on stderr. It is rewritten in place on a terminal and suppressed otherwise."""
 
     def __init__(self, enabled: bool) -> None:
         self._enabled = enabled and sys.stderr.isatty()
 
     def show(self, text: str) -> None:
-        """Replaces the line by ``text``."""
+        """Replace the line by ``text``."""
         if self._enabled:
             print(f"\r\033[K{text}", end="", file=sys.stderr, flush=True)
 
     def clear(self) -> None:
-        """Removes the line."""
+        """Remove the line."""
         self.show("")
 
 
 def dtype_name(dtype: torch.dtype) -> str:
-    """Short name of a supported dtype: bf16, fp16 or fp32."""
+    """Return the short name of a supported dtype: bf16, fp16 or fp32."""
     return next(name for name, known in DTYPES.items() if known == dtype)
 
 
 def format_bytes(count: int) -> str:
-    """``512``, ``64K``, ``19.6K``, ``8M``: powers of 1024."""
+    """Format a size as ``512``, ``64K``, ``19.6K`` or ``8M``, with powers of 1024."""
     for unit, size in (("G", 1 << 30), ("M", 1 << 20), ("K", 1 << 10)):
         if count >= size:
             return f"{count // size}{unit}" if count % size == 0 else f"{count / size:.1f}{unit}"
@@ -139,14 +139,14 @@ def format_bytes(count: int) -> str:
 
 
 def plan_text(plan: Mapping[str, Any]) -> str:
-    """A plan in one phrase: ``one_shot LL, 8 blocks x 512 threads``."""
+    """Format a plan as ``one_shot LL, 8 blocks x 512 threads``."""
     if plan["blocks"] == 0:
         return str(plan["algorithm"])
     return f"{plan['algorithm']} {plan['protocol']}, {plan['blocks']} blocks x {plan['threads']} threads"
 
 
 def environment(placement: Placement) -> dict[str, Any]:
-    """Date, ranks, versions and relevant environment variables of this run, for its JSON."""
+    """Return date, ranks, versions and relevant environment variables of this run, for its JSON report."""
     return {
         "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
         "ranks": {
@@ -163,12 +163,12 @@ def environment(placement: Placement) -> dict[str, Any]:
 
 
 def versions() -> dict[str, str | None]:
-    """Versions of everything a measurement depends on; None for what is not there."""
+    """Return the versions of everything that affects a measurement; None for what is missing."""
     return {
         "llm_comm": VERSION,
         "commit": _source_commit(),
         "python": platform.python_version(),
-        "torch": str(torch.__version__),  # a subclass of str, which YAML does not write
+        "torch": str(torch.__version__),  # torch's subclass of str cannot be written as YAML
         "cuda": torch.version.cuda,
         "nccl": ".".join(map(str, torch.cuda.nccl.version())) if torch.cuda.is_available() else None,
         "driver": driver_version(),
@@ -176,7 +176,7 @@ def versions() -> dict[str, str | None]:
 
 
 def installed_version(package: str) -> str | None:
-    """Version of an installed distribution, or None."""
+    """Return the version of an installed distribution, or None."""
     try:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:
@@ -184,13 +184,13 @@ def installed_version(package: str) -> str | None:
 
 
 def driver_version() -> str | None:
-    """Version of the NVIDIA kernel driver, or None."""
+    """Return the version of the NVIDIA kernel driver, or None."""
     output = run_tool("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader")
     return output.splitlines()[0].strip() if output else None
 
 
 def run_tool(*command: str) -> str | None:
-    """Standard output of a command, stripped, or None when it is missing, fails or hangs."""
+    """Return the stripped standard output of a command; None if it is missing, fails or hangs."""
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=20, check=True)
     except (OSError, subprocess.SubprocessError):
@@ -199,18 +199,18 @@ def run_tool(*command: str) -> str | None:
 
 
 def _source_commit() -> str | None:
-    """Commit of the checkout that this package is imported from; None for an installed copy."""
+    """Return the commit of the checkout that this package is imported from; None for an installed copy."""
     source = Path(__file__).parents[1]
     git = ("git", "-C", str(source))
-    # An installed copy can lie inside somebody else's checkout: only a tracked file proves that it is ours.
+    # An installed copy can be inside another checkout. Only a tracked file proves that the checkout is llm_comm's.
     if run_tool(*git, "ls-files", "--error-unmatch", "__init__.py") is None:
         return None
     return run_tool(*git, "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*")
 
 
 def table(rows: Sequence[Row], mode: str, compared: bool) -> str:
-    """The rows of one mode as a text table: microseconds a call by library and, if ``compared``, our lead over the best
-    of the others."""
+    """Format the rows of one mode as a text table: microseconds a call by library and, if ``compared``, the speedup
+    over the best other library."""
     rows = [row for row in rows if row.mode == mode]
     names = list(rows[0].results)
     host = any(row.results[OURS].host_us is not None for row in rows)
@@ -233,13 +233,13 @@ def _lead(row: Row) -> list[str]:
 
 
 def columns(lines: Sequence[Sequence[str]], justify: Callable[[str, int], str]) -> str:
-    """Lines of cells as text; all columns but the last are aligned, by ``str.ljust`` or ``str.rjust``."""
+    """Format lines of cells. All columns but the last are aligned by ``justify``: ``str.ljust`` or ``str.rjust``."""
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)][:-1]
     return "\n".join("  ".join([*map(justify, line, widths), line[-1]]) for line in lines)
 
 
 def cell(result: Result) -> str:
-    """Its time, in microseconds, and whether it is wrong."""
+    """Format the time in microseconds, and mark a wrong result."""
     return _microseconds(result.us) + (" BAD" if result.wrong else "")
 
 
@@ -248,12 +248,12 @@ def _microseconds(value: float | None) -> str:
 
 
 def first_line(error: BaseException) -> str:
-    """What an error says, or else its type, in one line."""
+    """Return the first line of an error's text, or its type."""
     return str(error).strip().partition("\n")[0] or type(error).__name__
 
 
 def skipped_notes(rows: Sequence[Row]) -> list[str]:
-    """One line for each reason why a library did not run somewhere."""
+    """Return one line for each reason why a library did not run somewhere."""
     return left_out(
         (f"{name} ({row.mode})", format_bytes(row.message_bytes), result)
         for row in rows
@@ -262,7 +262,7 @@ def skipped_notes(rows: Sequence[Row]) -> list[str]:
 
 
 def left_out(measured: Iterable[tuple[str, str, Result]]) -> list[str]:
-    """The same of results by what was to run and where."""
+    """Return one line for each reason, from (name, place, result)."""
     places: dict[tuple[str, str], list[str]] = {}
     for name, place, result in measured:
         if result.skipped:
@@ -278,10 +278,10 @@ def publish(
     remarks: Sequence[str],
     content: Mapping[str, Any],
 ) -> bool:
-    """Prints the tables of a benchmark and writes the files that were asked for; ``content`` goes into the JSON too.
+    """Print the tables of a benchmark and write the requested files. ``content``: further entries of the JSON report.
 
     Returns:
-        Whether all files were written.
+        True if all files were written.
     """
     written = True
     method = f"{args.method}: median of {args.reps} runs of {args.calls} calls, slowest rank"
@@ -302,10 +302,10 @@ def publish(
 
 
 def could_draw(path: Path, draw: Callable[[], None]) -> bool:
-    """Draws the file of ``--plot``. If that fails, says so.
+    """Draw the file of ``--plot``. Report a failure on stderr.
 
     Returns:
-        Whether it was written.
+        True if it was written.
     """
     try:
         draw()
@@ -316,7 +316,7 @@ def could_draw(path: Path, draw: Callable[[], None]) -> bool:
 
 
 def require_matplotlib() -> None:
-    """Raises ConfigError, saying what to install, unless matplotlib can be imported."""
+    """Raise ConfigError with an installation hint, unless matplotlib can be imported."""
     try:
         import matplotlib  # noqa: F401
     except ImportError:
@@ -324,7 +324,7 @@ def require_matplotlib() -> None:
 
 
 def plot(path: Path, rows: Sequence[Row], title: str) -> None:
-    """Draws microseconds over message size, one panel a mode, in the format that the file's suffix names."""
+    """Plot microseconds over message size, one panel for each mode. The file's suffix gives the format."""
     points = ((row.mode, name, row.message_bytes, r.us) for row in rows for name, r in row.results.items())
     plot_points(path, points, title, "message (bytes)", format_bytes)
 
@@ -336,12 +336,14 @@ def plot_points(
     label: str,
     tick: Callable[[int], str],
 ) -> None:
-    """Draws microseconds of a call, in the format that the file's suffix names.
+    """Plot microseconds of a call. The file's suffix gives the format.
 
     Args:
-        points: Panel, line, place on the axis, and the time; None where there is none.
-        label: Of the axis.
-        tick: Text of a place on the axis.
+        path: File to write.
+        points: Panel, line, position on the axis, and time; None if there is none.
+        title: Title of the figure.
+        label: Label of the axis.
+        tick: Returns the text of a position on the axis.
     """
     from matplotlib.figure import Figure
 

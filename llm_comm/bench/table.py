@@ -1,7 +1,8 @@
-"""``llm-comm bench table``: what the tuning table chooses, beside every candidate for the same message.
+"""Command ``llm-comm bench table``: the choices of the tuning table, compared with every candidate for the same
+message.
 
-It marks the sizes at which a candidate is faster by more than a few percent: there the table was made for another
-machine, or for a build that had other algorithms.
+It marks the sizes at which a candidate is more than a few percent faster. The table was then made on another machine,
+or for a build with other algorithms.
 """
 
 from __future__ import annotations
@@ -26,18 +27,19 @@ from llm_comm.config import Config
 from llm_comm.errors import ConfigError
 from llm_comm.planning.plan import Plan
 
-#: By how much the table's choice may be slower than the best candidate.
+#: Tolerated slowness of the table's choice relative to the best candidate.
 MARGIN = 0.05
 
 
 class Compared(NamedTuple):
-    """The table's choice and the best candidate at one size of an operation.
+    """Table's choice and best candidate at one size of an operation.
 
     Attributes:
-        size: Of the message, in bytes.
-        chosen: What the table says in one phrase, or why it is not run.
-        us: Of that; None where it is declined.
-        best: The best of the candidates.
+        operation: Key of the subject.
+        size: Message size in bytes.
+        chosen: Table's choice as a phrase, or why it does not run.
+        us: Microseconds of the choice; None if it is declined.
+        best: Best candidate.
     """
 
     operation: str
@@ -48,18 +50,18 @@ class Compared(NamedTuple):
 
     @property
     def lost(self) -> float:
-        """By which part of the best candidate's time the table's choice is slower; 0 where it is not."""
-        if self.us is None or self.best.us <= 0:  # a time that another was taken off can be negative
+        """Relative slowness of the table's choice; 0 if it is not slower."""
+        if self.us is None or self.best.us <= 0:  # a difference of two times can be negative
             return 0.0
         return max(0.0, self.us / self.best.us - 1)
 
     @property
     def is_marked(self) -> bool:
-        """Whether the table should choose otherwise."""
+        """True if the table should choose another candidate."""
         return self.us is not None and 0 < self.best.us * (1 + MARGIN) < self.us
 
     def as_dict(self) -> dict[str, Any]:
-        """For JSON."""
+        """Return the comparison for JSON."""
         best = {"us": self.best.us, **self.best.row.entry()}
         marks = {"lost": round(self.lost, 4), "marked": self.is_marked}
         return {
@@ -73,10 +75,10 @@ class Compared(NamedTuple):
 
 
 def run(args: argparse.Namespace) -> int:
-    """Entry point of the command; returns 0, or 1 when the file could not be written.
+    """Run the command. Return 0, or 1 if the file could not be written.
 
     Raises:
-        ConfigError: There are no GPUs, the options name nothing to measure, or the configuration is wrong.
+        ConfigError: There are no GPUs, the options select nothing to measure, or the configuration is invalid.
     """
     placement = launch.place(args.world, args.device)
     if not placement.on_gpu:
@@ -91,7 +93,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _run(args: argparse.Namespace, placement: launch.Placement, group: dist.ProcessGroup, config: Config) -> bool:
-    """Returns whether the file was written, if there is to be one."""
+    """Return whether the requested file was written; True without one."""
     with Communicator(group, placement.device, config) as comm:
         subjects = subjects_of(args.operations, args.hidden, args.max, comm.world_size, comm.programs)
         require_candidates(args, subjects, comm.world_size, comm.limits)
@@ -114,10 +116,10 @@ def _run(args: argparse.Namespace, placement: launch.Placement, group: dist.Proc
 def compare(
     comm: Communicator, group: dist.ProcessGroup, subjects: Sequence[Subject], args: argparse.Namespace
 ) -> tuple[list[Compared], int]:
-    """Times everything, and prints a line a size. Collective.
+    """Time everything and print a line for each size. Collective.
 
     Returns:
-        The sizes of each operation in their order, and how many were not measured because the time was up.
+        The sizes of each operation in order, and how many were not measured because the time was up.
     """
     progress = Progress(enabled=comm.rank == 0)
     sizes = coarse_first(subjects, args.min, args.max)
@@ -153,7 +155,7 @@ def _compare(comm: Communicator, bench: Bench, subject: Subject, size: int, show
         show("the table's choice")
         found = Compared(subject.key, size, _phrase(plan), bench.time_present(), best)
         if found.is_marked:
-            # The best of many was lucky, and the one beside it may not have been: both have a second try.
+            # The best of many measurements is biased towards luck, so both are timed again.
             again = bench.time(best.row, "the best again", show)
             comm.use_table(table)
             us = min(found.us or 0.0, bench.time_present())
@@ -170,7 +172,7 @@ def _phrase(plan: Plan) -> str:
 
 
 def line(row: Compared, label: str) -> str:
-    """What is printed of a size."""
+    """Format a size for printing."""
     us = "       -" if row.us is None else f"{row.us:8.2f}"
     mark = f"* {row.lost:+.1%}" if row.is_marked else ""
     best = f"{row.best.us:8.2f} us {choice_text(row.best.row)}"
@@ -178,7 +180,7 @@ def line(row: Compared, label: str) -> str:
 
 
 def summary(rows: Sequence[Compared], table: str) -> str:
-    """The last line."""
+    """Format the last line of the output."""
     marked = [row for row in rows if row.is_marked]
     if not marked:
         return f"{table}: its choice is within {MARGIN:.0%} of the best candidate at all {len(rows)} sizes"

@@ -1,16 +1,15 @@
-"""How a collective is timed.
+"""Timing of collectives.
 
-*Aligned* starts the ranks together on the GPU: each queues a delay longer than the hosts are apart and two
-untimed calls, which synchronize the ranks, before the clock starts. That times the kernel. *Plain* starts the
-clock right after a host barrier and so adds the skew between the hosts' launches to every call.
+- *Plain* starts the clock after a host barrier. The skew between the hosts' launches is included in every call.
+- *Aligned* starts the ranks together on the GPU and times the kernel. Before the clock starts, each rank queues a delay
+  longer than the hosts' skew, and two untimed calls that synchronize the ranks.
+- *Spaced* is aligned, with a linear layer of one token before each call. The time of a row of these layers alone is
+  subtracted. In a model, other kernels run between collectives and stream their weights through the L2 cache. In a row
+  of equal calls, a kernel's prologue overlaps with the previous call (programmatic dependent launch), and everything
+  that it reads is in the cache.
 
-In a row of equal calls, what a kernel does before it needs the one before it is hidden (programmatic dependent launch),
-and all that it reads is in the L2 cache. In a model other kernels lie between, which stream their weights through the
-cache. *Spaced* is aligned with such a kernel, a linear layer of one token, before each call, and takes off what a row
-of those alone takes.
-
-Eager runs are never preceded by the delay: it would let the host run ahead, and its time to issue a call,
-which the user pays, would vanish from the result.
+Eager runs have no delay in front. The host would run ahead during the delay, and its time to issue a call, which users
+pay, would vanish from the result.
 """
 
 from __future__ import annotations
@@ -30,9 +29,9 @@ from llm_comm.bench import ALIGNED_METHODS
 from llm_comm.cli import launch
 
 _WARM_UP_RUNS = 3
-#: Calls before the clock starts, where ranks are aligned.
+#: Untimed calls before the clock starts, in aligned methods.
 ALIGNING_CALLS = 2
-#: About 0.3 ms: longer than ranks leave a host barrier apart and than a graph takes to launch.
+#: About 0.3 ms: longer than the skew of ranks after a host barrier and than the launch of a graph.
 ALIGNING_DELAY_CYCLES = 600_000
 
 _SPACER_HIDDEN = 8192
@@ -42,8 +41,10 @@ Call = Callable[[], object]
 
 @dataclass(frozen=True)
 class Schedule:
-    """``reps`` timed runs of ``calls`` calls each, after ``warm_ups`` untimed ones, ``aligned`` or plain, ``spaced`` or
-    not."""
+    """Schedule of a measurement: ``warm_ups`` untimed and ``reps`` timed runs of ``calls`` calls each.
+
+    ``aligned`` and ``spaced`` select the method.
+    """
 
     calls: int
     reps: int
@@ -53,15 +54,15 @@ class Schedule:
 
     @staticmethod
     def by(method: str, calls: int, reps: int) -> Schedule:
-        """``method``: of ``llm_comm.bench.METHODS``."""
+        """Return the schedule of a method in ``llm_comm.bench.METHODS``."""
         return Schedule(calls, reps, aligned=method in ALIGNED_METHODS, spaced=method == "spaced")
 
 
 @dataclass(frozen=True)
 class Timing:
-    """Microseconds a call, each the largest over the ranks: median run, fastest run, and the host's part.
+    """Microseconds a call, each the maximum over the ranks: median run, fastest run, and host time.
 
-    ``host_us`` is None where the host issues a graph instead of calls.
+    ``host_us`` is None if the host issues a graph instead of calls.
     """
 
     us: float
@@ -69,22 +70,22 @@ class Timing:
     host_us: float | None
 
     def less(self, other: Timing) -> Timing:
-        """What is left of a call without ``other``."""
+        """Return the difference to ``other``."""
         host_us = None if self.host_us is None or other.host_us is None else self.host_us - other.host_us
         return Timing(self.us - other.us, self.min_us - other.min_us, host_us)
 
 
 def capture(call: Call, calls: int) -> torch.cuda.CUDAGraph:
-    """A CUDA graph of ``calls`` calls in a row. The call must have run before, outside of a capture.
+    """Capture a CUDA graph of ``calls`` calls in a row. The call must have run before, outside of a capture.
 
-    Not by ``torch.cuda.graph``: that collects garbage before each capture, which takes longer than all the rest where
-    an engine is loaded.
+    ``torch.cuda.graph`` is not used: it collects garbage before each capture, which dominates the time in a process
+    with an engine.
     """
     graph, device = torch.cuda.CUDAGraph(), torch.cuda.current_device()
     pool = torch.cuda.graph_pool_handle()
     torch.cuda.synchronize()
     with torch.cuda.stream(_capture_stream(device)):
-        # thread_local: NCCL's watchdog thread may query its own events while we capture.
+        # thread_local: NCCL's watchdog thread may query its own events during the capture.
         graph.capture_begin(pool, capture_error_mode="thread_local")
         try:
             for _ in range(calls):
@@ -97,7 +98,7 @@ def capture(call: Call, calls: int) -> torch.cuda.CUDAGraph:
 
 
 def _leave_capture(graph: torch.cuda.CUDAGraph, device: int, pool: Any) -> None:
-    """Ends a capture that has failed. torch would leave its allocator and its random numbers in there."""
+    """End a failed capture. torch would leave its allocator and random number generator in capture mode."""
     with contextlib.suppress(RuntimeError):
         graph.capture_end()
     with contextlib.suppress(RuntimeError):
@@ -110,17 +111,18 @@ def _leave_capture(graph: torch.cuda.CUDAGraph, device: int, pool: Any) -> None:
 
 @functools.cache
 def _capture_stream(device: int) -> torch.cuda.Stream:
-    """One for all captures: cuBLAS has a workspace for each stream."""
+    """Return the stream for all captures. cuBLAS allocates a workspace for each stream, so one is shared."""
     return torch.cuda.Stream(device)
 
 
 def time_graph(call: Call, reset: Call, schedule: Schedule, group: dist.ProcessGroup) -> Timing:
-    """Times replays of a CUDA graph of ``schedule.calls`` calls. Collective.
+    """Time replays of a CUDA graph of ``schedule.calls`` calls. Collective.
 
     Args:
-        call: enqueues one collective.
-        reset: restores the input before each run, untimed.
-        group: the ranks; its CPU backend aligns the hosts.
+        call: Enqueues one collective.
+        reset: Restores the input before each run, untimed.
+        schedule: Schedule of the measurement.
+        group: Process group, whose CPU backend aligns the hosts.
     """
     if schedule.spaced:
         return _time_spaced(
@@ -139,7 +141,7 @@ def time_graph(call: Call, reset: Call, schedule: Schedule, group: dist.ProcessG
 
 
 def time_eager(call: Call, reset: Call, schedule: Schedule, device: torch.device, group: dist.ProcessGroup) -> Timing:
-    """Times ``schedule.calls`` eager calls in a row, on GPU or CPU. Collective; arguments as above."""
+    """Time ``schedule.calls`` eager calls in a row, on GPU or CPU. Collective; arguments as in ``time_graph``."""
     if schedule.spaced:
         return _time_spaced(
             lambda call, schedule: time_eager(call, reset, schedule, device, group), call, schedule, device
@@ -166,7 +168,8 @@ def _time_spaced(
 
 
 def _spacing(call: Call, device: torch.device) -> tuple[Call, Call]:
-    """A linear layer that has nothing to do with ``call``, and the two in a row. Both have run once."""
+    """Return a linear layer that is independent of ``call``, and that layer followed by ``call``. Both have run
+    once."""
     weight = torch.ones(
         _spacer_bytes(device) // (2 * _SPACER_HIDDEN), _SPACER_HIDDEN, dtype=torch.bfloat16, device=device
     )
@@ -185,12 +188,12 @@ def _spacing(call: Call, device: torch.device) -> tuple[Call, Call]:
 
 
 def _spacer_bytes(device: torch.device) -> int:
-    """Of weights: twice what the L2 cache holds."""
+    """Return the bytes of the layer's weights: twice the L2 cache."""
     return 1 << 20 if device.type == "cpu" else 2 * int(torch.cuda.get_device_properties(device).L2_cache_size)
 
 
 class CudaClock:
-    """Measures between two points of the current stream."""
+    """Clock between two points of the current stream."""
 
     def __init__(self) -> None:
         self._start = torch.cuda.Event(enable_timing=True)
@@ -209,7 +212,7 @@ class CudaClock:
 
 
 class HostClock:
-    """Measures host time; for calls that return when they are done."""
+    """Clock of the host, for calls that return when they are done."""
 
     def settle(self) -> None:
         pass
@@ -222,9 +225,9 @@ class HostClock:
 
 
 def timed_run(run: Call, align: Call, clock: CudaClock | HostClock, group: dist.ProcessGroup) -> tuple[float, float]:
-    """Seconds of one run by the clock, and seconds the host needed to issue it. Collective.
+    """Return the seconds of one run by the clock, and the host seconds to issue it. Collective.
 
-    ``align`` comes between a host barrier, which all devices reach idle, and the start of the clock.
+    ``align`` runs between a host barrier, at which all devices are idle, and the start of the clock.
     """
     clock.settle()
     launch.barrier(group)
@@ -239,7 +242,7 @@ def timed_run(run: Call, align: Call, clock: CudaClock | HostClock, group: dist.
 def _timed_runs(
     run: Call, align: Call, reset: Call, schedule: Schedule, clock: CudaClock | HostClock, group: dist.ProcessGroup
 ) -> tuple[list[float], list[float]]:
-    """Seconds of each run by the clock, and seconds the host needed to issue it."""
+    """Return the seconds of each run by the clock, and the host seconds to issue it."""
     seconds, host_seconds = [], []
     for index in range(schedule.warm_ups + schedule.reps):
         reset()

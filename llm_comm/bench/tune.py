@@ -1,4 +1,5 @@
-"""``llm-comm tune``: measures every sensible kernel shape at every size on this machine and writes a tuning table."""
+"""Command ``llm-comm tune``: measures all reasonable launch configs at every size on this machine, and writes a tuning
+table."""
 
 from __future__ import annotations
 
@@ -34,26 +35,31 @@ from llm_comm.errors import ConfigError
 from llm_comm.planning.tables import ALL_REDUCE, FUSED, MulticastEntry, Row, TuningTable, of_symmetric
 from llm_comm.runtime.multicast import driver_of, name_of
 
-#: Options that name linear layers, which ``bench table`` lacks.
+#: Options that name linear layers; ``bench table`` does not have them.
 _LAYERS = ("layers", "silu_layers", "fp8_layers")
-#: Tunables that a launch may stay below.
+#: Tuning parameters that are upper bounds.
 _BOUNDS = ("blocks", "threads")
 
 
 class Found(NamedTuple):
-    """What was measured of an operation: the best candidate of each size, with its figures, NCCL's microseconds by
-    size, and where NVLink multicast was measured too, what to run at a size with less than the best takes."""
+    """Measurements of an operation.
+
+    Attributes:
+        best: Best candidate of each size, with figures.
+        nccl: Microseconds of NCCL by size.
+        lesser: With NVLink multicast: candidates of a size that need less than the best one, such as no multicast.
+    """
 
     best: list[Measured]
     nccl: dict[int, float]
     lesser: Mapping[int, list[Measured]] = MappingProxyType({})
 
     def by_size(self) -> list[list[Measured]]:
-        """What runs at each size, the best first."""
+        """Return the candidates of each size, the best first."""
         return [[m, *self.lesser.get(m.row.up_to, ())] for m in self.best]
 
     def in_rank_order(self) -> list[Measured]:
-        """The best of each size whose sums are in rank order, as they are unless an option says otherwise."""
+        """Return the best candidate of each size that sums in rank order, as is the default."""
         return [next(m for m in of_size if not sums_in_switch(m.row)) for of_size in self.by_size()]
 
 
@@ -61,11 +67,11 @@ NOTHING = Found([], {})
 
 
 def run(args: argparse.Namespace) -> int:
-    """Entry point of the command; returns 0, or 1 when a file could not be written or a better table was installed.
+    """Run the command. Return 0, or 1 if a file could not be written or a better table is installed.
 
     Raises:
-        ConfigError: There are no GPUs to tune for, the options name nothing to measure, the configuration is wrong,
-            ``--json`` is a file of another run, nothing can be installed, or there is no table to remove.
+        ConfigError: There are no GPUs, the options select nothing, or the configuration is invalid. Also if ``--json``
+            is a file of another run, or a table cannot be installed or removed.
     """
     if args.list or args.remove is not None:
         return tune_tables.run(args)
@@ -84,7 +90,7 @@ def run(args: argparse.Namespace) -> int:
     config = config_for(args.multicast, asked_for)
     if not launch.in_rank():
         if args.json is not None and args.json.is_file():
-            _record(args, placement, asked_for)  # a file of another run is told once, and not by every rank
+            _record(args, placement, asked_for)  # reported once here, and not by every rank
         return launch.spawn(placement, args.argv)
     written = True
     with launch.process_group(placement) as group:
@@ -94,7 +100,7 @@ def run(args: argparse.Namespace) -> int:
             records.append(_record(args, placement, asked_for))
             return records[0].asked()
 
-        require_alike(asked, group)  # before the first of them writes the file
+        require_alike(asked, group)  # before rank 0 writes the file
         (record,) = records
         with Communicator(group, placement.device, config) as comm:
             if comm.nodes > 1:
@@ -126,11 +132,10 @@ def run(args: argparse.Namespace) -> int:
 
 
 def config_for(multicast: bool, config: Config) -> Config:
-    """The options to measure with: NVLink multicast is set up, and tested, where ``--multicast`` asks for it, and never
-    else.
+    """Return the options to measure with. Multicast is set up and tested only with ``--multicast``.
 
     Raises:
-        ConfigError: The machine forbids it. Nothing of it has been tried then.
+        ConfigError: The machine forbids multicast. No multicast call was made.
     """
     if not multicast:
         return config.replace(multicast="0")
@@ -143,12 +148,12 @@ def config_for(multicast: bool, config: Config) -> Config:
 
 
 def entry_of(comm: Communicator, date: str) -> MulticastEntry:
-    """What a table says of the machine that NVLink multicast was tested and measured on."""
+    """Return the table entry of the machine on which NVLink multicast was tested and measured."""
     return MulticastEntry(name_of(comm.device), driver_of(comm.device), comm.world_size, date)
 
 
 def check_options(args: argparse.Namespace, config: Config) -> None:
-    """Raises ConfigError where the options name nothing to measure, or others than all candidates."""
+    """Raise ConfigError if the options select nothing, or exclude candidates."""
     if not args.operations and not any(getattr(args, name, ()) for name in _LAYERS):
         raise ConfigError("--operations none: there is nothing to measure")
     bounds = f"--min {format_bytes(args.min)}, --max {format_bytes(args.max)}"
@@ -168,7 +173,7 @@ def check_options(args: argparse.Namespace, config: Config) -> None:
                 f"{bounds}: no fused message lies between; they are rows of {args.hidden * ELEMENT_BYTES} bytes "
                 f"(--hidden {args.hidden}), up to {format_bytes(LARGEST_FUSED)}"
             )
-    # They would have candidates declined, or run another algorithm than the table then says.
+    # These options would decline candidates, or run another algorithm than the row being measured.
     for name in ("algorithm", "max_message_bytes"):
         if name in config.origins and getattr(config, name) != getattr(Config.load({}), name):
             raise ConfigError(
@@ -180,7 +185,7 @@ def check_options(args: argparse.Namespace, config: Config) -> None:
 def require_candidates(
     args: argparse.Namespace, subjects: Sequence[Subject], world_size: int, limits: _core.Limits
 ) -> None:
-    """Raises ConfigError if there is a size at which nothing would be measured: small ones take minutes."""
+    """Raise ConfigError if a size has no candidate. Checked first, since measuring the smaller sizes takes minutes."""
     for subject in subjects:
         for size in subject.sizes(args.min, args.max):
             if next(candidates(subject.problem(size, world_size), limits, subject.is_symmetric), None) is None:
@@ -191,15 +196,15 @@ def require_candidates(
 
 
 def _record(args: argparse.Namespace, placement: Placement, config: Config) -> Record:
-    """What is known of this run before it starts."""
-    measured = programs.digests(config, placement.world)  # who edits a program starts another run
+    """Return the record of this run before it starts."""
+    measured = programs.digests(config, placement.world)  # an edited program makes it another run
     return Record(
         args.json, report.environment(placement), {**options_of(args), **({"dsl": measured} if measured else {})}
     )
 
 
 def options_of(args: argparse.Namespace) -> dict[str, Any]:
-    """Those that change what is measured."""
+    """Return the options that affect what is measured."""
     found = {name: getattr(args, name) for name in ("operations", "min", "max", "reps", "hidden", "method")}
     layers = {name: getattr(args, name) for name in _LAYERS if getattr(args, name, ())}
     if layers:
@@ -210,13 +215,13 @@ def options_of(args: argparse.Namespace) -> dict[str, Any]:
 def measure(
     comm: Communicator, group: dist.ProcessGroup, subjects: Sequence[Subject], args: argparse.Namespace, record: Record
 ) -> tuple[dict[str, Found], int]:
-    """Times all candidates at the sizes that the record lacks, and takes them down. Collective.
+    """Time all candidates at the sizes that the record lacks, and record them. Collective.
 
     Returns:
-        What is known by the keys of the subjects, and how many sizes are not, because the time was up.
+        Measurements by the keys of the subjects, and how many sizes are missing because the time was up.
 
     Raises:
-        ConfigError: At some size there is nothing to measure.
+        ConfigError: At some size no candidate ran.
     """
     to_do = coarse_first(subjects, args.min, args.max)
     missing = [(subject, size) for subject, size in to_do if size not in record.sizes(subject.key)]
@@ -272,11 +277,11 @@ def _measure_size(
 
 
 def tuned(shipped: TuningTable, found: Mapping[str, Found]) -> TuningTable:
-    """The table to write: what was measured, and for the rest what the device's present table says."""
+    """Return the table to write: the measured rows, and the device's current table for the rest."""
     plain = found.get(ALL_REDUCE, NOTHING)
     limit = largest_won(plain.in_rank_order(), plain.nccl) if plain.best else shipped.max_message_bytes
     rows = [row for of_operation in found.values() for row in merge(of_operation.by_size())]
-    # From where on two kernels are as fast, and how many blocks are too many, is not measured here.
+    # max_fused_bytes and fused_blocks are not measured here and stay as they are.
     return shipped.with_rows(*rows)._replace(
         name="",
         max_message_bytes=limit,
@@ -285,7 +290,7 @@ def tuned(shipped: TuningTable, found: Mapping[str, Found]) -> TuningTable:
 
 
 def largest_won(best: Sequence[Measured], nccl: dict[int, float]) -> int:
-    """The largest measured size up to which NCCL was never faster, by more than two runs differ."""
+    """Return the largest measured size up to which NCCL was never faster by more than the noise."""
     won = 0
     for row, us, *_ in best:
         if is_slower(us, nccl.get(row.up_to, us)):
@@ -295,8 +300,8 @@ def largest_won(best: Sequence[Measured], nccl: dict[int, float]) -> int:
 
 
 def least_symmetric(found: Mapping[str, Found], shipped: TuningTable) -> int | dict[str, int]:
-    """From which size on symmetric tensors are to be made use of, by operation: with them it was not slower, by more
-    than two runs differ, at that or any larger size. What was not measured stays as it is."""
+    """Return ``min_symmetric_bytes`` by operation: the size from which symmetric tensors are not slower, by more than
+    the noise, at that and all larger sizes. Values that were not measured stay as they are."""
     least: dict[str, int] = {}
     for key, ordinary in found.items():
         symmetric = {m.row.up_to: m.us for m in found.get(of_symmetric(key), NOTHING).best}
@@ -324,7 +329,7 @@ def least_symmetric(found: Mapping[str, Found], shipped: TuningTable) -> int | d
 
 
 def line(subject: Subject, chosen: Measured, nccl_us: float | None) -> str:
-    """What is printed of a size."""
+    """Format a size for printing."""
     row = chosen.row
     beside = "" if row.runner_up is None else "   {} {} {:8.2f}".format(*row.runner_up)
     if nccl_us is not None:
@@ -333,6 +338,6 @@ def line(subject: Subject, chosen: Measured, nccl_us: float | None) -> str:
 
 
 def choice_text(row: Row) -> str:
-    """A row's algorithm and its numbers: ``one_shot LL  blocks<=8 tile_lines=16``."""
+    """Format a row's algorithm and parameters: ``one_shot LL  blocks<=8 tile_lines=16``."""
     shape = " ".join(f"{name}{'<=' if name in _BOUNDS else '='}{value}" for name, value in row.tunables().items())
     return f"{row.algorithm} {row.protocol}  {shape}".rstrip()

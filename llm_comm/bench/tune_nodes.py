@@ -1,5 +1,8 @@
-"""The part of ``llm-comm tune`` about groups over several nodes: how the slices of an all-reduce go between them, in
-which chunks, and up to which size that is faster than NCCL over all ranks."""
+"""Part of ``llm-comm tune`` for groups over several nodes.
+
+It measures how the slices of an all-reduce are exchanged, in which chunks, and up to which size 2PH beats NCCL over all
+ranks.
+"""
 
 from __future__ import annotations
 
@@ -28,13 +31,13 @@ from llm_comm.planning.node_rows import EXCHANGES, WHOLE, NodeRow
 from llm_comm.planning.tables import TuningTable
 
 _NO_LIMIT = 1 << 40
-#: From a quarter of a MiB on, below which latencies bound an exchange, and at most so many of a message.
+#: Chunk sizes in bytes to measure. Below a quarter of a MiB, latency dominates an exchange.
 _CHUNK_BYTES = tuple((MIB << power) // 4 for power in range(10))
 _MOST_CHUNKS = 16
 
 
 def check(args: argparse.Namespace) -> None:
-    """Raises ConfigError where the options name what is measured within a machine alone."""
+    """Raise ConfigError for options that are measured within a machine only."""
     given = [f"--{name.replace('_', '-')}" for name in ("layers", "silu_layers", "fp8_layers") if getattr(args, name)]
     if args.multicast:
         given.append("--multicast")
@@ -48,15 +51,15 @@ def check(args: argparse.Namespace) -> None:
 
 
 def check_table(comm: Communicator, group: dist.ProcessGroup) -> None:
-    """Whether the rows of a node, which are installed with those found here, may be taken for measured. Collective.
+    """Check that the in-node rows, which ``--install`` writes together with the new rows, were measured. Collective.
 
     Raises:
-        ConfigError: They are of other machines on some rank. On all ranks alike.
+        ConfigError: On some rank the table is of other machines. Raised on all ranks alike.
     """
     table = comm.table_of_node
 
     def of_this_rank() -> dict[str, str]:
-        # The phases of a node of one rank go by no row.
+        # In nodes of one rank no phase uses a row.
         if not table.origin.is_tuned and comm.nodes < comm.world_size:
             raise ConfigError(
                 f"--install: rank {comm.rank} goes by a table of other machines ({table.describe()}), whose rows "
@@ -69,14 +72,14 @@ def check_table(comm: Communicator, group: dist.ProcessGroup) -> None:
 
 
 def run(comm: Communicator, group: dist.ProcessGroup, args: argparse.Namespace, record: Record, config: Config) -> bool:
-    """Measures, and writes what the options say: rank 0 the files, the first rank of each node into its user's
-    directory. Collective.
+    """Measure and write the results. Rank 0 writes the files; the first rank of each node installs the table.
+    Collective.
 
     Returns:
-        Whether everything was written.
+        True if everything was written.
 
     Raises:
-        ConfigError: As of ``check`` and ``check_table``.
+        ConfigError: See ``check`` and ``check_table``.
     """
     check(args)
     if args.install:
@@ -85,7 +88,7 @@ def run(comm: Communicator, group: dist.ProcessGroup, args: argparse.Namespace, 
     found, left = measure(comm, group, args)
     comm.use_table(of_node)
     record.nodes = [row.entry() for row in found]
-    # Of rank 0: one table on all nodes, which compare what they go by.
+    # The report of rank 0, so that all nodes install the same table; ranks compare their tables at set-up.
     environment: list[Any] = [record.report(is_complete=left == 0)]
     dist.broadcast_object_list(environment, src=dist.get_global_rank(group, 0), group=group)
     ranks_of_node = comm.world_size // comm.nodes
@@ -100,14 +103,14 @@ def run(comm: Communicator, group: dist.ProcessGroup, args: argparse.Namespace, 
 
 
 def measure(comm: Communicator, group: dist.ProcessGroup, args: argparse.Namespace) -> tuple[list[NodeRow], int]:
-    """Times all candidates at powers of two times the smallest size, and NCCL over all ranks. Collective.
+    """Time all candidates, and NCCL over all ranks, at doublings of the smallest size. Collective.
 
     Returns:
-        The best row of each size, with its figures, and how many sizes were not measured, because the time was up.
+        The best row of each size, with figures, and how many sizes were not measured because the time was up.
     """
     found: list[NodeRow] = []
     progress = Progress(enabled=comm.rank == 0)
-    sizes = list(doublings(args.min - args.min % ELEMENT_BYTES, args.max))  # of whole elements
+    sizes = list(doublings(args.min - args.min % ELEMENT_BYTES, args.max))  # whole elements
     budget = Budget(args.seconds, group)
     for size in budget.take(sizes):
         schedule = schedule_of(args.method, args.reps, size)
@@ -122,14 +125,14 @@ def measure(comm: Communicator, group: dist.ProcessGroup, args: argparse.Namespa
 
 
 def candidates(nodes: int, size: int) -> list[NodeRow]:
-    """Rows worth measuring for messages of a size, simplest first. Of two nodes both exchanges move the same bytes."""
+    """Return rows to measure for a message size, simplest first. With two nodes, both exchanges move the same bytes."""
     chunks = [0, *(chunk for chunk in _CHUNK_BYTES if 2 * chunk <= size <= _MOST_CHUNKS * chunk)]
     exchanges = (WHOLE,) if nodes == 2 else EXCHANGES
     return [NodeRow(nodes, size, exchange, chunk, is_faster=True) for chunk in chunks for exchange in exchanges]
 
 
 def best_of(comm: Communicator, group: dist.ProcessGroup, size: int, schedule: Schedule, progress: Progress) -> NodeRow:
-    """The fastest candidate for messages of a size, or an earlier one that cannot be told from it. Collective."""
+    """Return the fastest candidate for a message size, or an earlier one within the noise. Collective."""
     x = torch.randn(size // ELEMENT_BYTES, device=comm.device).to(torch.bfloat16)
     out = torch.empty_like(x)
     measured: list[NodeRow] = []
@@ -138,7 +141,7 @@ def best_of(comm: Communicator, group: dist.ProcessGroup, size: int, schedule: S
         progress.show(f"tuning between nodes, {format_bytes(size)}: candidate {number} of {len(rows)}")
         comm.use_table(comm.table_of_node._replace(nodes=(row._replace(up_to=_NO_LIMIT),)))
         call = partial(comm.all_reduce, x, out)
-        on_all(call, group)  # what is wrong with it is told better outside of a capture
+        on_all(call, group)  # a failure here has a better error than one inside a capture
         us = timing.time_graph(call, lambda: None, schedule, group).us
         measured.append(row._replace(us=round(us, 3)))
     progress.show(f"tuning between nodes, {format_bytes(size)}: NCCL")
@@ -149,7 +152,7 @@ def best_of(comm: Communicator, group: dist.ProcessGroup, size: int, schedule: S
 
 
 def choose(measured: Sequence[NodeRow], nccl_us: float) -> NodeRow:
-    """The row of a size, of candidates that say their times, simplest first."""
+    """Return the row of a size from measured candidates, simplest first."""
     best = min(us for row in measured if (us := row.us) is not None)
     chosen = next(row for row in measured if row.us is not None and not is_slower(row.us, best))
     assert chosen.us is not None
@@ -157,12 +160,12 @@ def choose(measured: Sequence[NodeRow], nccl_us: float) -> NodeRow:
 
 
 def with_rows(table: TuningTable, rows: Sequence[NodeRow]) -> TuningTable:
-    """A table with these in place of all rows of their numbers of nodes."""
+    """Return a table in which ``rows`` replace all rows of their numbers of nodes."""
     replaced = {row.nodes for row in rows}
     return table._replace(nodes=(*(row for row in table.nodes if row.nodes not in replaced), *rows))
 
 
 def line(row: NodeRow) -> str:
-    """What is printed of a size."""
+    """Format a size for printing."""
     beside = "" if row.is_faster else "   not faster: left to the engine"
     return f"{format_bytes(row.up_to):>10} {row.us:8.2f} us  {row.describe()}   NCCL {row.nccl_us:8.2f}{beside}"

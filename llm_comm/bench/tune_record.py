@@ -1,4 +1,4 @@
-"""What a run of the tuner has measured so far, in the file of ``--json``: another run goes on behind it."""
+"""Record of a tuning run in the file of ``--json``, from which another run continues."""
 
 from __future__ import annotations
 
@@ -15,45 +15,47 @@ from llm_comm.errors import ConfigError
 from llm_comm.planning.tables import Row
 
 _COMMAND = "tune"
-# The GPUs of a machine are alike, and so are nodes: which of them a run, or a rank, was given says nothing about it.
+# Variables that do not distinguish runs: the GPUs of a machine are alike, and so are nodes.
 _NOT_COMPARED = ("CUDA_VISIBLE_DEVICES", "LLM_COMM_NODE")
 _TO_DO = "name another file, or remove this one to measure anew"
 
 
 class Record:
-    """Sizes by the key of a subject. Every rank has one; rank 0 writes the file.
+    """Measured sizes by the key of a subject. Every rank has a record; rank 0 writes the file.
 
     Args:
-        path: The file of ``--json``; None where there is none.
-        environment: Of this run (``report.environment``).
-        options: Of this run, as far as they change what is measured.
+        path: File of ``--json``, or None.
+        environment: Environment of this run (``report.environment``).
+        options: Options of this run that affect what is measured.
 
     Raises:
-        ConfigError: There is a file, of another run or of another program.
+        ConfigError: The file exists and is of another run or program.
     """
 
     def __init__(self, path: Path | None, environment: Mapping[str, Any], options: Mapping[str, Any]) -> None:
         self._path = path
-        # As it will be read again: a tuple is a list there.
+        # Normalized by a round trip through JSON, which turns tuples into lists.
         self._head = json.loads(json.dumps({"command": _COMMAND, **environment, "options": options}))
         self._sizes: dict[str, dict[int, AtSize]] = {}
-        #: Of linear layers: what ``llm-comm bench linear`` would write of each. Another run measures them anew.
+        #: Measured linear layers, in the format of ``llm-comm bench linear``. A continued run measures them again.
         self.layers: list[dict[str, Any]] = []
-        #: Over several nodes: the rows that were found, by size. Another run measures them anew too.
+        #: Over several nodes: measured rows by size. A continued run measures them again.
         self.nodes: list[dict[str, Any]] = []
         self._has_told = False
         if path is not None and path.is_file() and path.stat().st_size > 0:
             self._read(path)
 
     def sizes(self, key: str) -> dict[int, AtSize]:
-        """What is known of a subject, by size."""
+        """Return the measurements of a subject by size."""
         return self._sizes.setdefault(key, {})
 
     def add(self, key: str, at_size: AtSize, *, writes: bool) -> None:
-        """Takes down what was measured.
+        """Add a measurement.
 
         Args:
-            writes: To the file too. That it cannot be written is told once, and measuring goes on.
+            key: Key of the subject.
+            at_size: Measurement.
+            writes: Also write the file. A failure is reported once, and the run continues.
         """
         self.sizes(key)[at_size.size] = at_size
         if self._path is None or not writes:
@@ -66,18 +68,19 @@ class Record:
             self._has_told = True
 
     def asked(self) -> dict[str, Any]:
-        """What must be alike on all ranks of a run: also what is known, as the rest is measured together."""
+        """Return what must be equal on all ranks of a run. This includes the known sizes, since the ranks measure the
+        rest together."""
         known = {key: sorted(found) for key, found in self._sizes.items() if found}
         return {**_compared(self._head), "known from --json": known}
 
     def write(self, *, is_complete: bool = True) -> bool:
-        """Writes the file at the end of the run; where that fails, prints it.
+        """Write the file at the end of the run. If that fails, print the content.
 
         Args:
-            is_complete: Nothing is left to be measured.
+            is_complete: Nothing is left to measure.
 
         Returns:
-            Whether it was written, or there is none.
+            True if it was written, or there is no file.
         """
         if self._path is None:
             return True
@@ -89,7 +92,7 @@ class Record:
         return True
 
     def report(self, is_complete: bool) -> dict[str, Any]:
-        """The content of the file."""
+        """Return the content of the file."""
         sizes = {key: [_entry(found[size]) for size in sorted(found)] for key, found in self._sizes.items() if found}
         layers = {"layers": self.layers} if self.layers else {}
         nodes = {"nodes": self.nodes} if self.nodes else {}
@@ -114,7 +117,7 @@ class Record:
 
 
 def _compared(content: Mapping[str, Any]) -> dict[str, Any]:
-    """What must be the same for two runs to be one, by name."""
+    """Return what must be equal for one run to continue another, by name."""
     variables = {name: value for name, value in content["variables"].items() if name not in _NOT_COMPARED}
     return {
         "world": content["ranks"]["world"],

@@ -1,4 +1,4 @@
-"""What ``llm-comm tune`` measures: operations, the sizes to measure them at, and candidates for rows of the table."""
+"""Subjects of ``llm-comm tune``: operations, sizes to measure, and candidate rows."""
 
 from __future__ import annotations
 
@@ -21,16 +21,18 @@ from llm_comm.planning.plan import Plan, Problem
 from llm_comm.planning.programs import NO_PROGRAMS, Kernels
 from llm_comm.planning.tables import ALL_GATHER, ALL_REDUCE, FUSED, REDUCE_SCATTER, Row, of_symmetric
 
-#: bf16, in which everything is measured.
+#: Size of bf16, in which everything is measured.
 ELEMENT_BYTES = 2
 _DTYPE, _DATA_TYPE = torch.bfloat16, "bf16"
 _EPS = 1e-5
-#: Where a block has a row's tile for itself the kernels differ little above this: what the largest size says holds on.
+#: Largest fused size measured. Above it each block has a row's tile for itself, kernels differ little, and the row of
+#: the largest size applies.
 LARGEST_FUSED = 16 * MIB
-# From here NCCL is timed too: the table of all-reduces ends where NCCL wins. Parts have no such limit: their times are
-# for people who compare.
+# Sizes from which NCCL is timed too. The table of all-reduces ends where NCCL wins. For the other operations NCCL's
+# times are information only.
 _COMPARE_FROM = {ALL_REDUCE: MIB, ALL_GATHER: MIB // 16, REDUCE_SCATTER: MIB // 16}
-#: Below, ordinary memory is expected to be faster: on symmetric tensors a call begins with a hop that carries no data.
+#: Smallest size measured with symmetric tensors. Below it ordinary memory is expected to be faster: a call on symmetric
+#: tensors begins with a hop that carries no data.
 SYMMETRIC_FROM = MIB // 16
 _ALIGNMENT = 256
 
@@ -40,12 +42,12 @@ Call = Callable[[], object]
 
 @dataclass(frozen=True)
 class Bound:
-    """An operation with operands of one size.
+    """Operation with operands of one size.
 
     Attributes:
-        plan: What ``call`` would run.
-        call: Runs it; the inputs stay as they are.
-        nccl: The same by NCCL, and what restores its input, where that is to be timed too.
+        plan: Returns the plan of ``call``.
+        call: Runs the operation; the inputs stay unchanged.
+        nccl: The same operation by NCCL, and a function that restores its input; None if NCCL is not timed.
     """
 
     plan: Callable[[], Plan]
@@ -54,14 +56,14 @@ class Bound:
 
 
 class Subject(Protocol):
-    """An operation as the tuner sees it, on tensors of one kind.
+    """Operation to tune, on tensors of one kind.
 
     Attributes:
-        operation: Its name in the registry.
-        key: By which a table has its rows.
-        label: Goes before sizes and algorithms where they are shown.
-        is_symmetric: Its tensors are in symmetric memory, and its candidates are for such tensors.
-        programs: Of llm_comm.dsl, by name, that are among its candidates.
+        operation: Name in the registry.
+        key: Key of its rows in a table.
+        label: Prefix of sizes and algorithms in output.
+        is_symmetric: Tensors are in symmetric memory, and candidates are for such tensors.
+        programs: DSL programs among its candidates, by name.
     """
 
     operation: str
@@ -71,25 +73,26 @@ class Subject(Protocol):
     programs: Mapping[str, Kernels]
 
     def sizes(self, smallest: int, largest: int) -> Iterator[int]:
-        """Bytes of the messages to measure within the bounds: of an operation on parts, of the largest part."""
+        """Yield the message sizes in bytes to measure within the bounds; for operations on shards, of the largest
+        shard."""
 
     def problem(self, size: int, world_size: int) -> Problem:
-        """What a call of that size computes."""
+        """Return the computation of a call of that size."""
 
     def bind(self, comm: Communicator, group: dist.ProcessGroup, size: int) -> Bound:
-        """A call of that size. Collective."""
+        """Return a call of that size. Collective."""
 
 
 class SymmetricPool:
-    """Memory that all symmetric tensors are cut from, one size after the other: a communicator gives no symmetric
-    memory back once CUDA graphs hold its operations."""
+    """Memory from which all symmetric tensors are cut, for one size after another. A communicator frees no symmetric
+    memory once CUDA graphs hold its operations."""
 
     def __init__(self, nbytes: int) -> None:
         self._bytes = nbytes + _ALIGNMENT
         self._whole: torch.Tensor | None = None
 
     def tensors(self, comm: Communicator, *counts: int) -> list[torch.Tensor]:
-        """Tensors of so many elements, beside each other. Collective on the first call."""
+        """Return tensors of ``counts`` elements, one after the other in memory. The first call is collective."""
         if self._whole is None:
             self._whole = comm.empty(self._bytes, torch.uint8)
         found, begin = [], 0
@@ -100,7 +103,7 @@ class SymmetricPool:
 
 
 def doubling_sizes(smallest: int, largest: int) -> Iterator[int]:
-    """Powers of two times the smallest and the sizes halfway between, whole elements all."""
+    """Yield the doublings of the smallest size and the sizes halfway between, all in whole elements."""
     size = smallest - smallest % ELEMENT_BYTES
     while size <= largest:
         yield size
@@ -111,12 +114,13 @@ def doubling_sizes(smallest: int, largest: int) -> Iterator[int]:
 
 
 class CollectiveSubject:
-    """All-reduce, or a gather or scatter of equal parts along the first dimension, whose sizes are those of a part.
+    """All-reduce, or all-gather or reduce-scatter of equal shards along the first dimension. Sizes are those of a
+    shard.
 
     Args:
-        operation: Of ``PRIMITIVES``.
-        pool: Where results lie, and inputs of an all-reduce; None: in ordinary memory.
-        programs: Of a communicator, to be measured too.
+        operation: Key of ``PRIMITIVES``.
+        pool: Symmetric memory for results and for inputs of an all-reduce; None: ordinary memory.
+        programs: Programs of a communicator to measure as well.
     """
 
     def __init__(
@@ -132,7 +136,7 @@ class CollectiveSubject:
         return doubling_sizes(_from(smallest, self._pool), largest)
 
     def problem(self, size: int, world_size: int) -> Problem:
-        # Any bits are gathered, as bytes.
+        # All-gather moves bytes, whatever the dtype.
         count, data_type = (size, "byte") if self.operation == ALL_GATHER else (size // ELEMENT_BYTES, _DATA_TYPE)
         parts = () if self.operation == ALL_REDUCE else (1.0, *[float(count)] * world_size)
         return Problem(self.operation, count, 0, data_type, world_size, parts)
@@ -159,7 +163,7 @@ class CollectiveSubject:
 
 
 class FusedSubject:
-    """All-reduce + residual add + RMSNorm, of rows of ``hidden`` elements."""
+    """All-reduce + residual add + RMSNorm on rows of ``hidden`` elements."""
 
     operation = key = FUSED
     label, is_symmetric, programs = "fused ", False, NO_PROGRAMS
@@ -168,7 +172,7 @@ class FusedSubject:
         self._hidden = hidden
 
     def sizes(self, smallest: int, largest: int) -> Iterator[int]:
-        """Of powers of two of rows, and the numbers halfway between."""
+        """Yield the sizes of powers of two of rows, and of the numbers halfway between."""
         row_bytes = self._hidden * ELEMENT_BYTES
         largest = min(largest, LARGEST_FUSED)
         rows = 1
@@ -197,17 +201,17 @@ def subjects_of(
     world_size: int,
     programs: Mapping[str, Kernels] = NO_PROGRAMS,
 ) -> list[Subject]:
-    """What to measure for the names of operations: also on symmetric tensors, where there are algorithms for those.
+    """Return the subjects for the names of operations, on symmetric tensors too if there are algorithms for them.
 
     Args:
-        names: Of ``llm_comm.bench.OPERATIONS``.
+        names: Names from ``llm_comm.bench.OPERATIONS``.
         hidden: Elements of a row of fused operations.
-        largest: Bytes of the largest message.
-        world_size: Ranks.
-        programs: To measure beside the algorithms, on ordinary tensors: symmetric ones have algorithms of their own.
+        largest: Largest message in bytes.
+        world_size: Number of ranks.
+        programs: Programs to measure, on ordinary tensors only: programs do not serve symmetric ones.
     """
     gathers = "all-gather" in names
-    # The result of a gather, or input and output of an all-reduce.
+    # Memory for the result of an all-gather, or for input and output of an all-reduce.
     pool = SymmetricPool(largest * max(2, world_size if gathers else 0))
     known: dict[str, list[Subject]] = {
         "all-reduce": [CollectiveSubject(ALL_REDUCE, None, programs), CollectiveSubject(ALL_REDUCE, pool)],
@@ -219,8 +223,11 @@ def subjects_of(
 
 
 def coarse_first(subjects: Sequence[Subject], smallest: int, largest: int) -> list[tuple[Subject, int]]:
-    """All sizes of all subjects: of each the largest and every eighth below it, then those halfway between, and so on.
-    So a run that ends early has measured every operation, over the whole range, and only less finely."""
+    """Return all sizes of all subjects in order of refinement: every eighth size from the largest down, then those
+    halfway between, and so on.
+
+    A run that ends early has thereby measured every operation over the whole range, only more coarsely.
+    """
     found = []
     for number, subject in enumerate(subjects):
         for step, size in enumerate(reversed(list(subject.sizes(smallest, largest)))):
@@ -230,12 +237,12 @@ def coarse_first(subjects: Sequence[Subject], smallest: int, largest: int) -> li
 
 
 def without_switch(algorithm: registry.Algorithm) -> bool:
-    """Whether an algorithm needs no NVLink multicast."""
+    """Return whether an algorithm works without NVLink multicast."""
     return not algorithm.by_switch
 
 
 def admitted_by(comm: Communicator) -> Callable[[registry.Algorithm], bool]:
-    """Whether a communicator may use an algorithm that a row names."""
+    """Return a function that tells whether a communicator may use an algorithm that a row names."""
     return lambda algorithm: not why_not(algorithm, comm.config, comm.multicast)
 
 
@@ -245,11 +252,15 @@ def candidates(
     is_symmetric: bool = False,
     admits: Callable[[registry.Algorithm], bool] = without_switch,
 ) -> Iterator[Row]:
-    """Rows of a table worth measuring for a problem, of every algorithm for tensors of one kind, simplest first: not of
-    those that run only where they are named.
+    """Yield rows to measure for a problem, for every algorithm for tensors of one kind, simplest first.
+
+    Algorithms with port channels are left out: they run only where a row or option names them.
 
     Args:
-        admits: Whether an algorithm may be used at all.
+        problem: Computation.
+        limits: Launch limits of the device.
+        is_symmetric: Yield algorithms for symmetric tensors instead of ordinary ones.
+        admits: Returns whether an algorithm may be used.
     """
     for algorithm in registry.operations()[problem.operation].algorithms:
         if problem.data_type not in algorithm.data_types or algorithm.is_symmetric != is_symmetric:
@@ -262,19 +273,19 @@ def candidates(
 
 
 def candidates_on(comm: Communicator, subject: Subject, size: int) -> Iterator[Row]:
-    """Rows worth measuring on a communicator: of algorithms that it may use, simplest first, and of programs."""
+    """Yield rows to measure on a communicator: of permitted algorithms, simplest first, then of programs."""
     problem = subject.problem(size, comm.world_size)
     yield from candidates(problem, comm.limits, subject.is_symmetric, admitted_by(comm))
     yield from rows_for(problem, subject.programs)
 
 
 def nothing() -> None:
-    """Outputs are separate tensors: a call leaves its inputs as they were."""
+    """Restore nothing: outputs are separate tensors, so a call leaves its inputs unchanged."""
 
 
 def _from(smallest: int, pool: SymmetricPool | None) -> int:
-    """The smallest size to measure: of symmetric tensors one of whole lines, and as a rule one that ordinary tensors
-    are measured at as well."""
+    """Return the smallest size to measure. With symmetric tensors it is a multiple of the alignment, and usually one
+    that is measured with ordinary tensors too."""
     if pool is None:
         return smallest
     while smallest < SYMMETRIC_FROM:

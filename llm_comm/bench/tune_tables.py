@@ -1,7 +1,7 @@
-"""Tables of ``llm-comm tune``.
+"""Installed tables of ``llm-comm tune``.
 
 ``--install`` writes the measured table to the user's directory, where every later start finds it. ``--list`` shows the
-tables that starts find here, and ``--remove`` removes an installed one.
+tables that starts find, and ``--remove`` removes an installed one.
 """
 
 from __future__ import annotations
@@ -40,14 +40,11 @@ _DIGITS_OF_COMMIT = 7
 
 
 def prepare(config: Config) -> Path:
-    """Makes the user's directory, before anything is measured.
-
-    Returns:
-        It.
+    """Create the user's directory of tables before anything is measured. Return it.
 
     Raises:
-        ConfigError: There is none, nothing can be written there, or the table could name programs: a start without
-            option ``dsl`` would have to fail.
+        ConfigError: The user has no directory, it is not writable, or the table could name programs. A start without
+            option ``dsl`` would fail with such a table.
     """
     if config.dsl is not None:
         raise ConfigError(
@@ -67,7 +64,7 @@ def prepare(config: Config) -> Path:
 
 
 def directory_or_error(option: str) -> Path:
-    """The user's directory; raises ConfigError if this user has none."""
+    """Return the user's directory. Raise ConfigError if this user has none."""
     directory = table_directory()
     if directory is None:
         raise ConfigError(f"{option}: this user has no home: set LLM_COMM_TABLE_DIR to the directory of tuning tables")
@@ -84,11 +81,13 @@ def write(
     *,
     out: Path | None,
 ) -> bool:
-    """Writes a table where ``out`` and ``--install`` say; returns whether all of that was done.
+    """Write a table to the places that ``out`` and ``--install`` give. Return whether all succeeded.
 
     Args:
-        table: For so many ranks of the device.
-        args, environment, config: Of the run.
+        table: Table for ``world_size`` ranks of the device.
+        device, world_size: Device and number of ranks.
+        args, environment, config: Arguments, environment and configuration of the run.
+        out: File of ``--out``, or None.
     """
     device_name = torch.cuda.get_device_name(device)
     measured = {
@@ -97,7 +96,7 @@ def write(
         "operations": list(args.operations),
         "method": environment["options"]["method"],
         "complete": environment["complete"],
-        # What the option has to name where a row names a program.
+        # value that option dsl needs if a row names a program
         **({} if config.dsl is None else {"dsl": config.dsl}),
     }
     text = table_text(device_name, world_size, table, measured)
@@ -110,19 +109,20 @@ def write(
 def install(
     text: str, device_name: str, world_size: int, measured: Mapping[str, Any], config: Config, *, force: bool
 ) -> bool:
-    """Puts a table in place of the one installed for the device and world size, if any. If that is not done, says why
-    and prints the table.
+    """Install a table for the device and world size, replacing an earlier one. If it is not installed, report why and
+    print it.
 
-    The file is whole at any time. Of several processes one after the other looks and writes.
+    The file is replaced atomically. A lock serializes processes that compare and write.
 
     Args:
-        text: Of the file.
-        measured: As in the file: ``date``, and ``complete``.
-        config: Of this run. Where it names a table, that is said to go before this one.
-        force: Also in place of one that was measured later, or completely where this one was not.
+        text: Content of the file.
+        device_name, world_size: Device and number of ranks.
+        measured: ``date`` and ``complete`` as in the file.
+        config: Configuration of this run. If it names a table, a message says that it has precedence.
+        force: Replace also a table that was measured later, or completely while this one was not.
 
     Returns:
-        Whether it was done. The command fails if not.
+        True if it was installed. Otherwise the command must fail.
     """
     try:
         path = prepare(config) / _core.table_file_name(device_name, world_size)
@@ -145,7 +145,7 @@ def install(
 
 
 def _why_kept(path: Path, measured: Mapping[str, Any]) -> str:
-    """Why the installed table is to stay; empty if it may be replaced, or cannot be used anyway."""
+    """Return why the installed table must stay; "" if it may be replaced or is unusable."""
     try:
         present = load_table(path).measured
     except ConfigError:
@@ -167,7 +167,7 @@ def _time(text: str) -> datetime | None:
 
 
 class Listed(NamedTuple):
-    """A table as it is listed; the fields are the columns."""
+    """Line of the list; the fields are the columns."""
 
     origin: str
     device: str
@@ -179,10 +179,10 @@ class Listed(NamedTuple):
 
 
 def run(args: argparse.Namespace) -> int:
-    """Entry point of both options; returns 0.
+    """Run ``--list`` or ``--remove``. Return 0.
 
     Raises:
-        ConfigError: The configuration is wrong, or there is nothing to remove.
+        ConfigError: The configuration is invalid, or there is nothing to remove.
     """
     if args.remove is not None:
         remove(args.remove)
@@ -196,13 +196,13 @@ def run(args: argparse.Namespace) -> int:
 
 
 def remove(name: str) -> None:
-    """Removes an installed table.
+    """Remove an installed table.
 
     Args:
-        name: Of its file, as ``--list`` has it, with or without the directory.
+        name: File name as shown by ``--list``, with or without the directory.
 
     Raises:
-        ConfigError: There is none of this name, or it cannot be removed.
+        ConfigError: No table has this name, or it cannot be removed.
     """
     directory = directory_or_error("--remove")
     files = {path.name: path for path in installed_files()}
@@ -218,7 +218,8 @@ def remove(name: str) -> None:
 
 
 def listed(config: Config) -> Iterator[Listed]:
-    """All tables in the order in which a start looks at them. Those of near devices are among the shipped ones."""
+    """Yield all tables in the order in which a start considers them. Tables of nearest devices are among the shipped
+    ones."""
     if config.table is not None:
         yield _of_file(BY_OPTION, Path(config.table))
     for path in installed_files():
@@ -241,7 +242,7 @@ def _listed(origin: str, found: TableFile, name: str) -> Listed:
 
 
 def tables_here(config: Config) -> dict[int, TuningTable]:
-    """What communicators of this machine would go by, by ranks.
+    """Return the tables that communicators on this machine would use, by number of ranks.
 
     Raises:
         ConfigError: The table of option ``table`` cannot be used.

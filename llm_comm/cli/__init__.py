@@ -1,1 +1,1 @@
-"""The ``llm-comm`` command: parser, what starts ranks, and commands that need none."""
+"""Command ``llm-comm``: parser, launcher of ranks, and the commands that need no ranks."""

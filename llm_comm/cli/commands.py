@@ -1,4 +1,4 @@
-"""The ``llm-comm`` command: parses the command line and hands over to the module that does the work.
+"""Command ``llm-comm``: parses the command line and calls the module that implements the command.
 
 Exit status: 0 success, 1 a run or one of its checks failed, 2 the command line or the configuration is wrong.
 """
@@ -26,7 +26,7 @@ _ALIGNED_AND_SPACED = (
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Entry point. ``argv`` defaults to the process's arguments; returns the exit status."""
+    """Run the command line. ``argv`` defaults to the process's arguments. Return the exit status."""
     argv = list(sys.argv[1:] if argv is None else argv)
     args, unknown = build_parser().parse_known_args(argv)
     if unknown:
@@ -34,7 +34,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     args.argv = argv
     _show_log()
     try:
-        # Imported on use: each command needs only its own dependencies.
+        # Imported on use, so that each command needs only its own dependencies.
         return int(pkgutil.resolve_name(args.runs)(args))
     except LlmCommError as error:
         print(f"{_speaker()}: {type(error).__name__}: {error}", file=sys.stderr)
@@ -44,7 +44,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _show_log() -> None:
-    """Lets what llm_comm logs come out on stderr; python alone would drop all that is below a warning."""
+    """Write llm_comm's log to stderr. Python by default drops everything below a warning."""
     logger = logging.getLogger("llm_comm")
     if not logger.hasHandlers():
         handler = logging.StreamHandler()
@@ -65,8 +65,11 @@ def _speaker() -> str:
 
 
 def build_parser() -> argparse.ArgumentParser:
-    """The parser of all subcommands. A parse yields ``runs``, the ``module:function`` that does the work and returns
-    the exit status, and ``parser``, the parser of the subcommand."""
+    """Build the parser of all subcommands.
+
+    A parse yields ``runs``, the ``module:function`` that implements the command and returns the exit status, and
+    ``parser``, the parser of the subcommand.
+    """
     parser = argparse.ArgumentParser(prog="llm-comm", description="Low-latency tensor-parallel collectives.")
     parser.add_argument("--version", action="version", version=f"llm-comm {VERSION}")
     commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
@@ -281,7 +284,7 @@ def _add_tune(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> 
 
 
 def _add_candidates(parser: argparse.ArgumentParser) -> None:
-    """Which candidates are to be timed, and how."""
+    """Add options for the choice of candidates, and for their timing."""
     _add_ranks(parser)
     parser.add_argument(
         "--min", type=byte_count, default=byte_count("1K"), help="smallest message; of a gather or scatter, a part (1K)"
@@ -371,7 +374,7 @@ def _sentence(text: str) -> str:
 
 
 def byte_count(text: str) -> int:
-    """Parses a size above 0 as ``parse_size`` does."""
+    """Parse a size above 0, see ``parse_size``."""
     try:
         count = parse_size(text)
     except ValueError as error:
@@ -390,7 +393,7 @@ def _programs(text: str) -> str:
 
 
 def _option(name: str, text: str) -> Any:
-    """As the variable of an option of ``Config`` has it."""
+    """Parse the value of an option of ``Config``, as for its environment variable."""
     try:
         return parse_option(name, text)
     except ConfigError as error:
@@ -424,12 +427,12 @@ def _positive(text: str) -> int:
 
 
 def _numbers(text: str) -> tuple[int, ...]:
-    """Whole numbers above 0, each once."""
+    """Parse positive integers separated by commas, and drop duplicates."""
     return tuple(dict.fromkeys(_positive(number) for number in text.split(",")))
 
 
 def _shapes(text: str) -> tuple[tuple[int, int], ...]:
-    """Outputs and inputs, as ``8192x1024``; each once."""
+    """Parse shapes such as ``8192x1024`` (outputs x inputs), separated by commas, and drop duplicates."""
     found = [shape.lower().split("x") for shape in text.split(",")]
     if any(len(shape) != 2 for shape in found):
         raise argparse.ArgumentTypeError(f"{text!r} names no shapes: write 8192x1024,5120x3200")

@@ -18,10 +18,10 @@ from llm_comm.installation import nccl_library
 
 
 def algorithms(args: argparse.Namespace) -> int:
-    """``llm-comm algorithms``. Returns 0.
+    """Run ``llm-comm algorithms``. Return 0.
 
     Raises:
-        ConfigError: The configuration is wrong, or a program that it names cannot be imported.
+        ConfigError: The configuration is invalid, or a program that it names cannot be imported.
     """
     config = launch.configuration(dsl=args.dsl)
     operations = registry.operations().values()
@@ -44,10 +44,10 @@ def algorithms(args: argparse.Namespace) -> int:
 
 
 def check(args: argparse.Namespace) -> int:
-    """``llm-comm check``. Returns 0, or 1 where a program is not correct or fails under a schedule.
+    """Run ``llm-comm check``. Return 0, or 1 if a program is not correct or fails under a schedule.
 
     Raises:
-        ConfigError: The configuration is wrong, or a program cannot be imported.
+        ConfigError: The configuration is invalid, or a program cannot be imported.
     """
     config = launch.configuration(dsl=args.programs)
     failed = 0
@@ -55,7 +55,7 @@ def check(args: argparse.Namespace) -> int:
         try:
             program, why_not = examine(text, args.world, config)
             explored = explore(program, args.schedules)
-        except RuntimeError as error:  # an error of the program, or there is no C++ compiler
+        except RuntimeError as error:  # an error of the program, or no C++ compiler
             print(f"llm-comm: {name}: {error}", file=sys.stderr)
             failed = 1
             continue
@@ -111,7 +111,7 @@ def _cell(value: str | list[str]) -> str:
 
 
 def nccl_path(args: argparse.Namespace) -> int:
-    """``llm-comm nccl-path``. Returns 0, or 1 where there is none."""
+    """Run ``llm-comm nccl-path``. Return 0, or 1 if this build has no such library."""
     try:
         print(nccl_library(emulated=args.emulated))
     except FileNotFoundError as error:

@@ -1,8 +1,8 @@
-"""``llm-comm doctor``: what this machine offers, and what llm_comm and the engines would do with it.
+"""Command ``llm-comm doctor``: what this machine offers, and what llm_comm and the engines would do with it.
 
-Every section is gathered on its own: where one fails, the report says why and goes on. A wrong configuration is told
-once, at the top, and what depends on it is not judged. Nothing here creates a communicator or touches the driver's
-multicast interface.
+Sections are independent: if one fails, the report says why and continues. An invalid configuration is reported once, at
+the top, and sections that depend on it are not judged. No communicator is created, and the driver's multicast interface
+is not called.
 """
 
 from __future__ import annotations
@@ -37,16 +37,17 @@ _MULTICAST_VARIABLES = ("LLM_COMM_MULTICAST", *MULTICAST_OFF_VARIABLES)
 _PCIE_LEVELS = {0: "same board", 10: "PIX", 20: "PXB", 30: "PHB", 40: "NODE", 50: "SYS"}
 
 
-#: Stands in place of what depends on the configuration, if that is wrong.
+#: Content of sections that depend on the configuration, if that is invalid.
 NOT_JUDGED = "not judged: the configuration is wrong; the error at the top says how"
 
 
 def run(args: argparse.Namespace) -> int:
-    """``llm-comm doctor``. Prints the report; returns 2 if the configuration is wrong, else 0: faults of the machine
-    are what it is to find.
+    """Run ``llm-comm doctor`` and print the report. Return 2 if the configuration is invalid, else 0.
+
+    Faults of the machine do not change the exit status: finding them is the purpose of the report.
 
     Raises:
-        ConfigError: Of ``--model``: there is no such model, or the configuration is wrong.
+        ConfigError: With ``--model``: the model does not exist, or the configuration is invalid.
     """
     if args.model is not None:
         verdicts = model_verdicts.report(args.model, args.tp, EngineOptions.load())
@@ -58,8 +59,10 @@ def run(args: argparse.Namespace) -> int:
 
 
 def collect() -> dict[str, Any]:
-    """The whole report by section; a section that failed is ``{"error": why}``. A wrong configuration is the first
-    entry, ``"error"``, and what depends on it is ``NOT_JUDGED``."""
+    """Return the report by section. A failed section is ``{"error": why}``.
+
+    If the configuration is invalid, the first entry is ``"error"``, and sections that depend on it are ``NOT_JUDGED``.
+    """
     config: EngineOptions | None = None
     report: dict[str, Any] = {}
     try:
@@ -72,22 +75,22 @@ def collect() -> dict[str, Any]:
     return report
 
 
-#: Gathers a section of the report. It takes the configuration, None if that is wrong.
+#: Collects a section of the report. The argument is the configuration, None if it is invalid.
 Section = Callable[[EngineOptions | None], Any]
 
 
 def fact(gather: Callable[[], Any]) -> Section:
-    """A section that holds whatever the configuration is."""
+    """Return a section that does not depend on the configuration."""
     return lambda _: gather()
 
 
 def judgement(gather: Callable[[EngineOptions], Any]) -> Section:
-    """A section that follows from the configuration."""
+    """Return a section that depends on the configuration."""
     return lambda config: NOT_JUDGED if config is None else gather(config)
 
 
 def _attempt(gather: Callable[[], Any]) -> Any:
-    # The one place that may catch everything: a report on a broken machine must not break as well.
+    # The only place that may catch every exception: a report on a broken machine must not fail.
     try:
         return gather()
     except Exception as error:
@@ -109,7 +112,7 @@ def _build() -> dict[str, Any]:
 
 
 def describe_kernels(machine_code: str, ptx: str) -> str:
-    """What a build has kernels for, from ``"80,90"`` and ``"90"``."""
+    """Return in words what a build has kernels for, from lists such as ``"80,90"`` and ``"90"``."""
     if not machine_code and not ptx:
         return "none: built without nvcc"
     kinds = {"machine code": machine_code, "PTX": ptx}
@@ -121,7 +124,7 @@ def describe_kernels(machine_code: str, ptx: str) -> str:
 
 
 def _dotted(name: str) -> str:
-    """``"9.0"`` for ``"90"``, ``"9.0a"`` for ``"90a"``."""
+    """Convert ``"90"`` to ``"9.0"``, and ``"90a"`` to ``"9.0a"``."""
     digits = name.rstrip("af")
     return f"{digits[:-1]}.{digits[-1]}{name[len(digits) :]}"
 
@@ -145,7 +148,7 @@ def _gpu(index: int) -> dict[str, Any]:
 
 
 def _core_facts(index: int) -> dict[str, Any]:
-    """What only the compiled core can ask the driver for."""
+    """Return the facts for which the compiled core must ask the driver."""
     found = _core.device_report(index)
     return {
         "vmm": found["vmm"],
@@ -172,13 +175,13 @@ def _uuid(index: int) -> str:
 
 
 def link_matrix(uuids: Sequence[str]) -> list[list[str]]:
-    """Kind of link between each two GPUs: NV<number of NVLinks>, or the PCIe level as nvidia-smi names it.
+    """Return the kind of link between each two GPUs: NV<number of NVLinks>, or the PCIe level in nvidia-smi's terms.
 
     Args:
-        uuids: the GPUs, as the driver names them: CUDA's numbering need not be the driver's.
+        uuids: UUIDs of the GPUs. CUDA's numbering can differ from the driver's.
 
     Raises:
-        RuntimeError: neither pynvml nor nvidia-smi can tell.
+        RuntimeError: Neither pynvml nor nvidia-smi is available.
     """
     if importlib.util.find_spec("pynvml") is not None:
         return _links_from_nvml(uuids)
@@ -192,10 +195,10 @@ def link_matrix(uuids: Sequence[str]) -> list[list[str]]:
 
 
 def parse_topology(text: str) -> list[list[str]]:
-    """The GPU part of ``nvidia-smi topo -m``, in the driver's numbering; "X" on the diagonal."""
+    """Parse the GPU part of ``nvidia-smi topo -m``, in the driver's numbering; "X" on the diagonal."""
     plain = re.sub(r"\x1b\[[0-9;]*m", "", text)
     rows = [line.split() for line in plain.splitlines() if re.match(r"GPU\d+\s", line)]
-    # Columns of network cards and affinities follow those of the GPUs.
+    # The columns after those of the GPUs are network cards and affinities.
     return [row[1 : 1 + len(rows)] for row in rows]
 
 
@@ -217,18 +220,18 @@ def _link_from_nvml(nvml: Any, a: Any, b: Any, gpus: Sequence[Any]) -> str:
         return _PCIE_LEVELS.get(level, f"PCIe level {level}")
     addresses = {nvml.nvmlDeviceGetPciInfo(gpu).busId for gpu in gpus}
     elsewhere = addresses - {nvml.nvmlDeviceGetPciInfo(b).busId}
-    # A link that ends at no other GPU ends at this one or at a switch, which leads to all of them.
+    # A link that ends at no other GPU ends at this one, or at a switch that reaches all GPUs.
     return f"NV{sum(end not in elsewhere for end in _link_ends(nvml, a))}"
 
 
 def _link_ends(nvml: Any, gpu: Any) -> list[Any]:
-    """PCI addresses at the far ends of a GPU's active NVLinks."""
+    """Return the PCI addresses at the far ends of a GPU's active NVLinks."""
     ends = []
     for link in range(nvml.NVML_NVLINK_MAX_LINKS):
         try:
             if nvml.nvmlDeviceGetNvLinkState(gpu, link):
                 ends.append(nvml.nvmlDeviceGetNvLinkRemotePciInfo(gpu, link).busId)
-        except nvml.NVMLError:  # this GPU has fewer links
+        except nvml.NVMLError:  # this GPU has no more links
             break
     return ends
 
@@ -242,7 +245,7 @@ def _multicast(config: Config) -> dict[str, Any]:
         "sum": "any order" if config.sums_in_any_order else "rank order",
     }
     if may:
-        # What a communicator would try, test and go on without if it fails. Nothing of it is tried here.
+        # Report what a communicator would try. Multicast itself is not tried here.
         device = torch.device("cpu") if launch.usable_gpus()[0] < launch.WORLDS[0] else torch.device("cuda", 0)
         wishes = {
             world: wish(config, table, name_of(device), driver_of(device), world)
@@ -289,7 +292,7 @@ _SECTIONS: Mapping[str, Section] = {
 
 
 def render(report: Mapping[str, Any]) -> str:
-    """The report as indented text."""
+    """Format the report as indented text."""
     error = [f"error: {report['error']}", ""] if "error" in report else []
     sections = [(title, section) for title, section in report.items() if title != "error"]
     return "\n".join([*error, *(line for title, section in sections for line in [title, *_lines(section, "  ")])])
@@ -305,7 +308,7 @@ def _lines(value: Any, indent: str) -> list[str]:
                 lines.append(f"{indent}{key}: {_plain(item)}")
         return lines
     if isinstance(value, list):
-        # Rows of a matrix.
+        # rows of a matrix
         return [indent + "  ".join(str(cell).rjust(4) for cell in row) for row in value]
     return [f"{indent}{_plain(value)}"]
 

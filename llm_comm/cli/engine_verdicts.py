@@ -1,7 +1,7 @@
-"""What ``llm-comm doctor`` says about the engines: whether their all-reduces go through llm_comm, and why not.
+"""Section of ``llm-comm doctor`` about the engines: whether their all-reduces use llm_comm, and if not, why.
 
-Answers come from variables, options and what is installed; no engine is imported. What only a running engine knows (its
-command line, its groups) is in the line that the engine's log has about llm_comm.
+The answers are based on variables, options and installed packages; no engine is imported. What depends on a running
+engine, such as its command line and groups, is in the engine's log line about llm_comm.
 """
 
 from __future__ import annotations
@@ -24,15 +24,15 @@ _PLUGIN = "llm_comm"
 
 @dataclass(frozen=True)
 class Engine:
-    """An engine that llm_comm has a plugin for.
+    """Engine with a plugin of llm_comm.
 
     Attributes:
-        name: as people write it.
-        package: its distribution.
-        entry_points: the group in which it looks for plugins.
-        allowed: the variable that names the only plugins it may load.
-        empty_allows_all: whether that variable, empty, is as good as unset; otherwise it allows none.
-        oldest, newest: supported versions, both included.
+        name: Name of the engine.
+        package: Name of its distribution.
+        entry_points: Entry point group of its plugins.
+        allowed: Environment variable with the list of permitted plugins.
+        empty_allows_all: An empty variable permits all plugins; otherwise it permits none.
+        oldest, newest: Supported versions, both included.
     """
 
     name: str
@@ -51,13 +51,13 @@ ENGINES = (
 
 
 def verdicts(config: EngineOptions | None) -> dict[str, str]:
-    """A sentence for each engine; ``config`` is None if the configuration is wrong."""
+    """Return a sentence for each engine. ``config`` is None if the configuration is invalid."""
     config = config or _config_of_engines()
     return {engine.name: verdict(engine, config) for engine in ENGINES}
 
 
 def verdict(engine: Engine, config: EngineOptions | None) -> str:
-    """Whether the installed version of ``engine`` sums with llm_comm, or else the first reason why it does not."""
+    """Return whether the installed version of ``engine`` uses llm_comm for all-reduces, or the first reason why not."""
     version = installed_version(engine.package)
     if version is None:
         return "not installed"
@@ -80,7 +80,7 @@ def verdict(engine: Engine, config: EngineOptions | None) -> str:
 
 
 def _config_of_engines() -> EngineOptions | None:
-    """The options as engines take them, which start with unknown ones; None where engines do not start either."""
+    """Load options as engines do, which ignore unknown ones. Return None if engines would not start either."""
     try:
         config = load_with_unknown(lambda *_: None)
         check_table_option(config)
@@ -95,7 +95,7 @@ def _why_not_loaded(engine: Engine) -> str | None:
     allowed = os.environ.get(engine.allowed)
     if allowed is None or (not allowed and engine.empty_allows_all):
         return None
-    # vLLM takes the names as they stand between the commas, SGLang without the spaces around them.
+    # vLLM compares the names exactly, SGLang without surrounding spaces.
     names = allowed.split(",")
     if _PLUGIN in ([name.strip() for name in names] if engine.empty_allows_all else names):
         return None
@@ -109,14 +109,14 @@ def _why_not_active(config: EngineOptions) -> str | None:
 
 
 def is_supported(engine: Engine, version: str) -> bool:
-    """Whether a version lies between the oldest and the newest, patches of the newest included."""
+    """Return whether a version is supported. All patch releases of the newest version are."""
     found = _release(version)
     oldest, newest = _release(engine.oldest), _release(engine.newest)
     return oldest <= found and found[: len(newest)] <= newest
 
 
 def _release(version: str) -> tuple[int, ...]:
-    """The numbers that a version begins with: ``0.26.0rc1+cu129`` is (0, 26, 0)."""
+    """Return the leading numbers of a version: (0, 26, 0) for ``0.26.0rc1+cu129``."""
     numbers = re.match(r"\d+(\.\d+)*", version)
     return tuple(int(number) for number in numbers[0].split(".")) if numbers else ()
 

@@ -1,11 +1,11 @@
-"""Checks of a command before it starts ranks, and the start: N cooperating ranks of this host.
+"""Launcher: validation of a command before it starts ranks, and the start of N ranks on this host.
 
 A command that needs ranks calls ``spawn`` in the process that the user started. ``spawn`` starts N copies of the same
-command line, each with the environment of ``torchrun``. The copies, and processes that ``torchrun`` itself started,
-find ``in_rank`` true and open the process group with ``process_group``.
+command line, each with the environment of ``torchrun``. In the copies, and in processes started by ``torchrun`` itself,
+``in_rank`` is true, and they open the process group with ``process_group``.
 
-``torchrun`` is not used to start the copies: its ranks outlive a launcher that is killed, its exit status is 1 whatever
-a rank returned, it stops the other ranks before they have printed their reports, and it looks up the name of the host.
+``torchrun`` is not used to start the copies. Its ranks outlive a killed launcher, and its exit status is always 1 on
+failure. It also stops the other ranks before they have printed their reports, and resolves the host's name.
 """
 
 from __future__ import annotations
@@ -34,12 +34,13 @@ from llm_comm.errors import ConfigError
 from llm_comm.installation import cuda_compiled
 from llm_comm.planning.catalogue import check_table_option
 
-#: Numbers of ranks that commands run. (A communicator can also have one rank, which has nothing to sum.)
+#: Supported numbers of ranks for commands. A communicator may also have one rank, which exchanges nothing.
 WORLDS = range(2, 9)
 DEFAULT_EMULATED_WORLD = 4
 
-# Starts a rank that the kernel kills when its launcher is gone, however that ended: a launcher that is killed can stop
-# nobody. It stays in force across execv; the launcher may have gone before it came into force. (1: PR_SET_PDEATHSIG)
+# Start code of a rank. The kernel kills the rank when its launcher ends in any way (1: PR_SET_PDEATHSIG); a killed
+# launcher could not stop it. The setting survives execv. The parent is checked because the launcher may have ended
+# earlier.
 _DIE_WITH_LAUNCHER = """
 import ctypes, os, signal, sys
 ctypes.CDLL(None).prctl(1, signal.SIGKILL)
@@ -48,21 +49,21 @@ if os.getppid() != int(sys.argv[1]):
 os.execvp(sys.argv[2], sys.argv[2:])
 """
 _POLL_S = 0.05
-# A rank that failed a check exits together with the others: let them finish their own reports first.
+# Seconds for the other ranks to finish: ranks that fail a check exit together and print their reports first.
 _GRACE_S = 3.0
 _TERMINATE_S = 5.0
-#: Bound of waits in torch's collectives.
+#: Time limit of waits in torch's collectives.
 GROUP_TIMEOUT = timedelta(minutes=10)
 
 
 @dataclass(frozen=True)
 class Placement:
-    """Where the ranks run.
+    """Location of the ranks.
 
     Attributes:
-        world: number of ranks.
-        on_gpu: True when every rank owns a GPU, False when the ranks are emulated devices.
-        reason: why the ranks are emulated; empty on GPUs.
+        world: Number of ranks.
+        on_gpu: True if every rank owns a GPU, false if the ranks are emulated devices.
+        reason: Why the ranks are emulated; "" on GPUs.
     """
 
     world: int
@@ -71,38 +72,38 @@ class Placement:
 
     @property
     def device(self) -> torch.device:
-        """This rank's device: its own GPU, or the CPU that stands for an emulated one."""
+        """Device of this rank: its own GPU, or the CPU for an emulated one."""
         return torch.device("cuda", local_rank()) if self.on_gpu else torch.device("cpu")
 
     def describe(self) -> str:
-        """One phrase for people: ``8 GPUs (NVIDIA H200)`` or ``4 emulated GPUs on the CPU (<why>)``."""
+        """Return a phrase such as ``8 GPUs (NVIDIA H200)`` or ``4 emulated GPUs on the CPU (<why>)``."""
         if self.on_gpu:
             return f"{self.world} GPUs ({torch.cuda.get_device_name(local_rank())})"
         return f"{self.world} emulated GPUs on the CPU ({self.reason})"
 
 
-# What torchrun gives each rank. Kubeflow and other schedulers set RANK and WORLD_SIZE of *containers*, in which nobody
-# has launched a rank yet: LOCAL_RANK tells the two apart.
+# Variables that torchrun gives each rank. Kubeflow and other schedulers set RANK and WORLD_SIZE of containers, in which
+# no rank has been launched. LOCAL_RANK distinguishes the two cases.
 _RANK_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK")
 
 
 def in_rank() -> bool:
-    """True when this process is one rank of a launched group (by ``torchrun`` or by :func:`spawn`)."""
+    """Return whether this process is a rank of a launched group (by ``torchrun`` or by :func:`spawn`)."""
     return all(name in os.environ for name in _RANK_VARIABLES)
 
 
 def rank() -> int:
-    """Rank of this process in the launched group; 0 outside of one."""
+    """Return the rank of this process in the launched group; 0 outside of one."""
     return int(os.environ["RANK"]) if in_rank() else 0
 
 
 def local_rank() -> int:
-    """Index of this process among the ranks of its host; 0 outside a launched group."""
+    """Return the index of this process among the ranks of its host; 0 outside of a launched group."""
     return int(os.environ["LOCAL_RANK"]) if in_rank() else 0
 
 
 def usable_gpus() -> tuple[int, str]:
-    """Number of GPUs that llm_comm can run on, and why it is 0 (or 1, too few for a group).
+    """Return the number of GPUs that llm_comm can use, and why it is 0 or 1, which is too few for a group.
 
     Does not create a CUDA context.
     """
@@ -122,15 +123,15 @@ def place(
     least: int = WORLDS[0],
     over_nodes: bool = False,
 ) -> Placement:
-    """Decides how many ranks run, and on what. The same on every rank of a host.
+    """Decide how many ranks run, and on what. Equal on every rank of a host.
 
     Args:
-        world: the number of ranks asked for; None takes one rank a GPU, or ``DEFAULT_EMULATED_WORLD``
-            emulated ranks. Inside a launched group the group's size decides.
-        device: "cuda", "emulated", or "auto" for GPUs where there are enough of them.
-        preferred: the numbers of ranks to choose a default from.
-        least: the fewest ranks that the command runs.
-        over_nodes: whether a launched group may have more ranks, on several machines.
+        world: Requested number of ranks; None: one for each GPU, or ``DEFAULT_EMULATED_WORLD`` emulated ranks. In a
+            launched group its size decides.
+        device: "cuda", "emulated", or "auto": GPUs if there are enough.
+        preferred: Numbers of ranks to choose a default from.
+        least: Smallest number of ranks that the command supports.
+        over_nodes: A launched group may have more ranks, on several machines.
 
     Raises:
         ConfigError: ``world`` is too small or too large, contradicts the launched group, or needs missing GPUs.
@@ -163,20 +164,20 @@ def _default_world(gpus: int, preferred: Sequence[int], least: int) -> int:
 
 
 def spawn(placement: Placement, argv: Sequence[str]) -> int:
-    """Runs ``llm-comm <argv>`` once a rank; returns as :func:`run_ranks`."""
-    # Whatever the working directory holds, the ranks must import what this process imported.
+    """Run ``llm-comm <argv>`` in each rank. Return the status of :func:`run_ranks`."""
+    # The ranks must import what this process has imported, whatever the working directory contains.
     boot = f"import sys; sys.path[:] = {sys.path!r}; from llm_comm.cli.commands import main; sys.exit(main())"
     return run_ranks(placement, [sys.executable, "-c", boot, *argv])
 
 
 def run_ranks(placement: Placement, command: Sequence[str]) -> int:
-    """Runs a command once a rank, in the environment that torchrun would give it, and waits for the ranks.
+    """Run a command in each rank, in the environment that torchrun would give it, and wait for the ranks.
 
-    When a rank fails, the others get a few seconds to end by themselves and are then stopped. No rank
-    outlives this call, also when it is interrupted or this process is told to terminate or killed.
+    If a rank fails, the others get a few seconds to end and are then stopped. No rank outlives this call, even if it is
+    interrupted or this process is terminated or killed.
 
     Returns:
-        0, or the exit status of the first rank seen to fail (128 + n where signal n killed it).
+        0, or the exit status of the first rank seen to fail (128 + n if signal n killed it).
     """
     port = _free_port()
     ranks: list[subprocess.Popen[bytes]] = []
@@ -211,8 +212,7 @@ def _rank_environment(placement: Placement, index: int, port: int) -> dict[str, 
         MASTER_ADDR="127.0.0.1",
         MASTER_PORT=str(port),
     )
-    # All ranks are on this host. Without this gloo looks up the host's own name, which containers often
-    # cannot resolve.
+    # All ranks are on this host. Otherwise gloo would resolve the host's name, which often fails in containers.
     environment.setdefault("GLOO_SOCKET_IFNAME", "lo")
     if not placement.on_gpu:
         environment.setdefault("OMP_NUM_THREADS", "1")
@@ -260,10 +260,9 @@ def _stop(ranks: Sequence[subprocess.Popen[bytes]]) -> None:
 
 @contextmanager
 def process_group(placement: Placement) -> Iterator[dist.ProcessGroup]:
-    """Opens torch's default process group for this rank and makes its device current.
+    """Open torch's default process group for this rank, and make its device current.
 
-    The group has gloo for CPU tensors and, on GPUs, NCCL for CUDA tensors, so that objects travel without a
-    GPU.
+    The group has gloo for CPU tensors and, on GPUs, NCCL for CUDA tensors. Objects thereby travel without a GPU.
     """
     if placement.on_gpu:
         torch.cuda.set_device(placement.device)
@@ -274,25 +273,24 @@ def process_group(placement: Placement) -> Iterator[dist.ProcessGroup]:
     group = dist.group.WORLD
     assert group is not None
     yield group
-    # Reached on success only: after an error the peers may never come to a collective shutdown, and the
-    # process ends.
+    # Only after success: after an error the peers may never arrive at a collective shutdown, and the process ends.
     dist.destroy_process_group()
 
 
 def barrier(group: dist.ProcessGroup) -> None:
-    """Waits on the host until every rank of the group is here; leaves the GPU alone."""
+    """Wait on the host until every rank of the group has arrived. The GPU is not used."""
     dist.all_reduce(torch.zeros(1), group=group)
 
 
 def checked_config(outputs: Mapping[str, Path | None], **overrides: Any) -> Config:
-    """Returns the configuration that communicators of this command will load.
+    """Return the configuration that the communicators of this command will load.
 
     Args:
-        outputs: By option, the files that the command is to write at its end; None where there is none.
-        overrides: As of ``configuration``.
+        outputs: Files that the command will write at its end, by option; None if the option is not set.
+        overrides: See ``configuration``.
 
     Raises:
-        ConfigError: An option, or the tuning table or a program that it names, is wrong, or a file cannot be written.
+        ConfigError: An option, or a tuning table or program that it names, is invalid, or a file cannot be written.
     """
     config = configuration(**overrides)
     check_table_option(config)
@@ -304,13 +302,13 @@ def checked_config(outputs: Mapping[str, Path | None], **overrides: Any) -> Conf
 
 
 def configuration(**overrides: Any) -> Config:
-    """The options that hold for a command.
+    """Return the options in effect for a command.
 
     Args:
-        overrides: Options of ``Config`` from the command line; None where it has none.
+        overrides: Options of ``Config`` from the command line; None if not given.
 
     Raises:
-        ConfigError: An option is wrong.
+        ConfigError: An option is invalid.
     """
     given = {name: value for name, value in overrides.items() if value is not None}
     config = Config.load(**given)

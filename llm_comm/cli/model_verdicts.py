@@ -1,5 +1,7 @@
-"""``llm-comm doctor --model``: what of a model llm_comm serves in an engine, and why not the rest, by its config.json
-alone. Sizes are of a rank."""
+"""Command ``llm-comm doctor --model``: which parts of a model llm_comm serves in an engine, by its config.json only.
+
+Sizes are those of one rank.
+"""
 
 from __future__ import annotations
 
@@ -17,19 +19,20 @@ from llm_comm.planning.layers import is_preferred
 from llm_comm.planning.models import Layer, find, layers_of, read
 from llm_comm.planning.tables import TuningTable
 
-#: Where no GPU is found: those that shipped tables are of, with multiprocessors and compute capability.
+#: GPUs with shipped tables, used if this machine has none: name, number of SMs, compute capability.
 _MEASURED_GPUS = (("NVIDIA H100 80GB HBM3", 132, 90), ("NVIDIA H200", 132, 90))
 
 
 def report(name: str, ranks: int, options: EngineOptions) -> dict[str, str]:
-    """A line for each sum, norm and layer.
+    """Return a line for each all-reduce, norm and linear layer.
 
     Args:
-        name: A directory with config.json, that file, or the name of a model in the cache of huggingface_hub.
-        ranks: Tensor-parallel ones.
+        name: A directory with config.json, the file itself, or the name of a model in the cache of huggingface_hub.
+        ranks: Number of tensor-parallel ranks.
+        options: Options of the engine integration.
 
     Raises:
-        ConfigError: There is no such file, it is not that of a decoder, or the ranks do not divide the model.
+        ConfigError: The file does not exist or is not of a decoder, or ``ranks`` does not divide the model.
     """
     path = find(name)
     model = read(path)
@@ -40,7 +43,7 @@ def report(name: str, ranks: int, options: EngineOptions) -> dict[str, str]:
         )
     tables = dict(_tables(ranks, options))
     norm, fused = model.why_not_norm, "fused with the all-reduce before them"
-    if model.kind.startswith("gemma"):  # whose linears make the sums in SGLang
+    if model.kind.startswith("gemma"):  # in SGLang, Gemma's linear layers perform the all-reduce
         fused += " in vLLM; in SGLang summed by llm_comm, normed by SGLang"
     lines = {
         "model": f"{model.name} ({model.kind}), {model.layers} layers, {ranks} ranks",
@@ -59,7 +62,7 @@ def report(name: str, ranks: int, options: EngineOptions) -> dict[str, str]:
 
 
 def _tables(ranks: int, options: EngineOptions) -> Iterator[tuple[str, tuple[TuningTable, _core.Limits]]]:
-    """By GPU: the one that is here, else those that tables come with."""
+    """Yield tables by GPU: the GPU of this machine, or else those with shipped tables."""
     gpus: tuple[tuple[str, int, int], ...] = _MEASURED_GPUS
     if launch.usable_gpus()[0]:
         here = torch.cuda.get_device_properties(0)
@@ -87,7 +90,7 @@ def _verdict(
 
 
 def _known(layer: Layer, table: TuningTable, limits: _core.Limits, options: EngineOptions) -> str:
-    """What an engine would do with the layer, with dependent launches."""
+    """Return what an engine would do with the layer, with pdl on."""
     key = layer.operation, layer.outputs, layer.inputs, True
     if options.tune_at_start != 0 and all(row.layer() != key for row in table.layers):
         return "measured at start"

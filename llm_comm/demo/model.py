@@ -1,9 +1,8 @@
-"""A small Llama with random weights, sharded over tensor-parallel ranks the way Megatron and vLLM shard it.
+"""Small Llama with random weights, sharded over tensor-parallel ranks as in Megatron and vLLM.
 
-Query, key, value, gate and up projections are split by output features (column parallel), the attention
-output and down projections by input features (row parallel). Each row-parallel product is a partial sum, so a
-layer has two all-reduces. Embedding and output head are replicated: every rank computes all logits from the
-same hidden state.
+Query, key, value, gate and up projections are split by output features (column parallel), the attention output and down
+projections by input features (row parallel). Each row-parallel product is a partial sum, so a layer has two
+all-reduces. Embedding and output head are replicated: every rank computes all logits from the same hidden state.
 """
 
 from __future__ import annotations
@@ -25,8 +24,8 @@ class LlamaConfig:
     """Shape of the model; sizes in elements.
 
     Raises:
-        ConfigError: a size is below 1, ``hidden`` is not a multiple of ``heads`` with an even head size, or
-            ``heads`` is not a multiple of ``kv_heads``.
+        ConfigError: A size is below 1, ``hidden`` is not a multiple of ``heads`` with an even head size, or ``heads``
+            is not a multiple of ``kv_heads``.
     """
 
     hidden: int = 1024
@@ -51,22 +50,22 @@ class LlamaConfig:
 
     @property
     def head_dim(self) -> int:
-        """Elements of one attention head."""
+        """Number of elements of one attention head."""
         return self.hidden // self.heads
 
     @property
     def parameters(self) -> int:
-        """Number of weights of the whole (unsharded) model."""
+        """Number of weights of the whole, unsharded model."""
         attention = 2 * self.hidden * self.hidden + 2 * self.hidden * self.kv_heads * self.head_dim
         layer = attention + 3 * self.hidden * self.intermediate + 2 * self.hidden
         return self.layers * layer + 2 * self.vocab * self.hidden + self.hidden
 
     def divides(self, world: int) -> bool:
-        """True when the model splits evenly over ``world`` ranks."""
+        """Return whether the model splits evenly over ``world`` ranks."""
         return not (self.kv_heads % world or self.intermediate % world)
 
     def require_divides(self, world: int) -> None:
-        """Raises ConfigError, naming what does not divide, unless :meth:`divides`."""
+        """Raise ConfigError with the sizes that do not divide, unless :meth:`divides`."""
         if not self.divides(world):
             raise ConfigError(
                 f"a model with {self.kv_heads} KV heads and intermediate size {self.intermediate} does not "
@@ -75,9 +74,10 @@ class LlamaConfig:
 
 
 class KVCache:
-    """Keys and values of all positions, in buffers that never move or change shape: graphs hold pointers.
+    """Keys and values of all positions. The buffers never move or change shape, since CUDA graphs hold pointers to
+    them.
 
-    ``keys`` and ``values`` have shape (layers, batch, KV heads of this rank, max_length, head_dim).
+    ``keys`` and ``values``: [layers, batch, KV heads of this rank, max_length, head_dim].
     """
 
     def __init__(self, model: Llama, batch: int, max_length: int) -> None:
@@ -90,7 +90,7 @@ class KVCache:
 
 @dataclass(frozen=True)
 class _Layer:
-    """Weights of one layer, this rank's shard; matrices are (output features, input features)."""
+    """Weights of one layer, shard of this rank. Matrices are [output features, input features]."""
 
     attention_norm: Tensor
     qkv: Tensor
@@ -101,9 +101,9 @@ class _Layer:
 
 
 class _ShardedWeights:
-    """Draws the full weights one matrix at a time and keeps this rank's part.
+    """Source of weights: draws the full matrices one at a time and keeps the shard of this rank.
 
-    Every rank draws the same sequence on the CPU in float32, so shards of any world size belong to one model.
+    Every rank draws the same sequence on the CPU in float32, so shards for any number of ranks belong to one model.
     """
 
     def __init__(self, model: Llama, seed: int) -> None:
@@ -118,7 +118,7 @@ class _ShardedWeights:
         return self._place(self._draw(rows, columns) * scale)
 
     def column_parallel(self, *output_features: int, inputs: int) -> Tensor:
-        """Matrices of a fused projection, each split by output features, stacked."""
+        """Return the matrices of a fused projection, each split by output features, stacked."""
         parts = [self._draw(outputs, inputs).chunk(self._world, dim=0)[self._rank] for outputs in output_features]
         return self._place(torch.cat(parts) * inputs**-0.5)
 
@@ -134,18 +134,18 @@ class _ShardedWeights:
 
 
 class Llama:
-    """One rank's shard of the model.
+    """Shard of the model on one rank.
 
     Args:
-        config: shape of the whole model.
-        seed: seed of the weights; equal on all ranks.
-        max_length: longest sequence, prompt included, in tokens.
-        dtype, device: of weights, activations and KV cache.
-        rank, world: this shard and the number of shards; ``world`` 1 is the reference model.
-        all_reduce: sums a partial result over the ranks; called twice a layer.
+        config: Shape of the whole model.
+        seed: Seed of the weights, equal on all ranks.
+        max_length: Longest sequence in tokens, prompt included.
+        dtype, device: Dtype and device of weights, activations and KV cache.
+        rank, world: Index of the shard and number of shards. ``world`` 1 is the reference model.
+        all_reduce: Sums a partial result over the ranks; called twice in each layer.
 
     Raises:
-        ConfigError: the model does not split evenly over ``world`` ranks.
+        ConfigError: The model does not split evenly over ``world`` ranks.
     """
 
     def __init__(
@@ -175,7 +175,7 @@ class Llama:
     def _draw_layer(self, weights: _ShardedWeights) -> _Layer:
         config = self.config
         kv_features = config.kv_heads * config.head_dim
-        # Keeps the residual stream's size independent of depth, so that rounding errors stay comparable.
+        # Keeps the magnitude of the residual stream independent of depth, so that rounding errors are comparable.
         residual_scale = (2 * config.layers) ** -0.5
         return _Layer(
             attention_norm=weights.norm(config.hidden),
@@ -187,17 +187,17 @@ class Llama:
         )
 
     def forward(self, tokens: Tensor, positions: Tensor, cache: KVCache) -> Tensor:
-        """Logits of every given token; appends the tokens to the cache.
+        """Compute the logits of every token, and append the tokens to the cache.
 
-        No shape depends on a value, so one capture serves every step of a decode.
+        No shape depends on a value, so one captured graph serves every step of a decode.
 
         Args:
-            tokens: (batch, length) int64.
-            positions: (length,) int64, consecutive; the same for every sequence of the batch.
-            cache: holds all earlier positions.
+            tokens: [batch, length] int64.
+            positions: [length] int64, consecutive, equal for all sequences of the batch.
+            cache: Cache with all earlier positions.
 
         Returns:
-            (batch, length, vocab) float32.
+            [batch, length, vocab] float32.
         """
         x = self._embedding[tokens]
         visible = cache.slots <= positions[:, None]
@@ -212,7 +212,7 @@ class Llama:
     def _attention(
         self, x: Tensor, layer: _Layer, positions: Tensor, visible: Tensor, keys: Tensor, values: Tensor
     ) -> Tensor:
-        """Causal grouped-query attention: (batch, length, hidden) -> (batch, length, hidden / world)."""
+        """Causal grouped-query attention: [batch, length, hidden] -> [batch, length, hidden / world]."""
         batch, length, _ = x.shape
         head_dim = self.config.head_dim
         kv_heads = self.config.kv_heads // self.world
@@ -227,7 +227,7 @@ class Llama:
         return torch.einsum("bkqls,bksd->blkqd", weights, values).reshape(batch, length, -1)
 
     def _rotate(self, heads: Tensor, positions: Tensor) -> Tensor:
-        """Rotary position embedding of (batch, length, heads, head_dim)."""
+        """Rotary position embedding of [batch, length, heads, head_dim]."""
         cos, sin = self._cos[positions][:, None], self._sin[positions][:, None]
         first, second = heads.float().chunk(2, dim=-1)
         return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1).to(self.dtype)

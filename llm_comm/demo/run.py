@@ -1,7 +1,7 @@
-"""Runs the demo: decodes with the sharded model, then checks it against the unsharded one.
+"""Demo: decodes with the sharded model, then compares the result with the unsharded model.
 
-The model runs in bf16 on GPUs, as it would be served. On emulated devices it runs in float32: CPUs multiply
-float32 matrices faster, and the agreement that can be asked for is two hundred times sharper.
+The model runs in bf16 on GPUs, as in serving. On emulated devices it runs in float32: CPUs multiply float32 matrices
+faster, and the tolerance of the comparison is two hundred times tighter.
 """
 
 from __future__ import annotations
@@ -28,17 +28,16 @@ from llm_comm.demo.model import KVCache, Llama, LlamaConfig
 from llm_comm.errors import ConfigError
 
 PLAN_LADDER = tuple(1024 << step for step in range(11))
-# Relative norm of the difference between the logits of one step. What one rounding of every partial sum to
-# the model's dtype explains, with a margin of several times; a wrong or missing partial sum is off by more
-# than 0.1.
+# Tolerance of the relative norm of a step's logit difference. It is several times what one rounding of every partial
+# sum to the model's dtype explains. A wrong or missing partial sum gives more than 0.1.
 LOGIT_TOLERANCE = {torch.bfloat16: 2e-2, torch.float16: 5e-3, torch.float32: 1e-4}
-_REFERENCE_SPAN = 64  # positions in one forward pass of the reference; bounds its memory
+_REFERENCE_SPAN = 64  # positions in one forward pass of the reference, to bound its memory
 
 
 class CountedAllReduce:
-    """The model's all-reduce: goes through the communicator and counts what ran, by message size in bytes.
+    """All-reduce of the model: uses the communicator, and counts calls by message size in bytes.
 
-    What the communicator declines goes to torch.distributed, as an engine would do, and is counted apart.
+    Messages that the communicator declines use torch.distributed, as in an engine, and are counted separately.
     """
 
     def __init__(self, comm: Communicator, group: dist.ProcessGroup) -> None:
@@ -55,19 +54,21 @@ class CountedAllReduce:
         return total
 
     def calls(self, accepted: bool) -> dict[int, int]:
-        """Number of calls by message size, of those that the communicator accepted or of the others."""
+        """Return the number of calls by message size, for accepted or for declined messages."""
         return {size: count for (served, size), count in sorted(self.ran.items()) if served == accepted}
 
 
 class Decoder:
-    """Greedy decode with static shapes; on GPUs a step is one replay of a CUDA graph.
+    """Greedy decode with static shapes. On GPUs a step is one replay of a CUDA graph.
 
-    All state (current token, position, histories, KV cache) lives on the device and a step advances it there,
-    so the host only launches.
+    All state (current token, position, histories, KV cache) is on the device and is advanced there by each step, so the
+    host only launches.
 
     Args:
-        prompts: (batch, prompt length) int64, equal on all ranks.
-        tokens: how many tokens to generate.
+        model: Shard of this rank.
+        all_reduce: All-reduce of the model.
+        prompts: [batch, prompt length] int64, equal on all ranks.
+        tokens: Number of tokens to generate.
     """
 
     def __init__(self, model: Llama, all_reduce: CountedAllReduce, prompts: Tensor, tokens: int) -> None:
@@ -84,7 +85,7 @@ class Decoder:
         self.generated = torch.zeros(tokens, batch, dtype=torch.int64, device=model.device)
 
     def prefill(self) -> None:
-        """Runs the prompts and generates the first token; sets the decode back to there when called again."""
+        """Run the prompts and generate the first token. A second call resets the decode to this point."""
         length = self._prompts.shape[1]
         positions = torch.arange(length, device=self._model.device)
         logits = self._model.forward(self._prompts, positions, self._cache)
@@ -93,9 +94,9 @@ class Decoder:
         self._record(logits[:, -1])
 
     def capture(self) -> None:
-        """Captures the step into a CUDA graph. Call after :meth:`prefill`, and repeat that afterwards.
+        """Capture the step into a CUDA graph. Call after :meth:`prefill`, and call that again afterwards.
 
-        Needs room for one generated token beside the first: the step runs once to warm up.
+        The step runs once to warm up, so there must be room for one generated token beside the first.
         """
         stream = torch.cuda.Stream()
         stream.wait_stream(torch.cuda.current_stream())
@@ -104,7 +105,7 @@ class Decoder:
         torch.cuda.current_stream().wait_stream(stream)
         ran = self._all_reduce.ran.copy()
         graph = torch.cuda.CUDAGraph()
-        # thread_local: NCCL's watchdog thread may query its own events while we capture.
+        # thread_local: NCCL's watchdog thread may query its own events during the capture.
         with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
             self._step()
         self._captured = self._all_reduce.ran - ran
@@ -112,7 +113,7 @@ class Decoder:
         self._graph = graph
 
     def decode(self, steps: int) -> None:
-        """Generates ``steps`` more tokens per sequence."""
+        """Generate ``steps`` more tokens for each sequence."""
         if self._graph is None:
             for _ in range(steps):
                 self._step()
@@ -127,7 +128,7 @@ class Decoder:
         self._record(logits[:, -1])
 
     def _record(self, logits: Tensor) -> None:
-        """Takes the greedy token, writes token and logits to the histories and advances the state."""
+        """Choose the greedy token, store token and logits in the histories, and advance the state."""
         self._index.add_(1)
         self._position.add_(1)
         chosen = logits.argmax(dim=-1)
@@ -138,14 +139,14 @@ class Decoder:
 
 @dataclass(frozen=True)
 class Check:
-    """Outcome of the comparison with the unsharded run.
+    """Result of the comparison with the unsharded model.
 
     Attributes:
-        logits_error: largest relative norm of (sharded - unsharded) logits over all steps.
-        worst_step: the step it belongs to.
-        tolerance: what is allowed.
-        rank_spread: largest such difference between any rank and rank 0; 0 means bitwise equal.
-        tokens_identical: every rank generated the same tokens.
+        logits_error: Largest relative norm of (sharded - unsharded) logits over all steps.
+        worst_step: Step of that error.
+        tolerance: Allowed error.
+        rank_spread: Largest such difference between any rank and rank 0; 0 means bitwise equal.
+        tokens_identical: Every rank generated the same tokens.
     """
 
     logits_error: float
@@ -156,16 +157,17 @@ class Check:
 
     @property
     def passed(self) -> bool:
-        # Written so that a NaN fails.
+        """True if all errors are within the tolerance and all ranks generated the same tokens."""
+        # in this form a NaN fails
         agree = self.logits_error <= self.tolerance and self.rank_spread <= self.tolerance
         return agree and self.tokens_identical
 
 
 def run(args: argparse.Namespace) -> int:
-    """``llm-comm demo``. Returns 0 when every check passed and the report was written, else 1.
+    """Run ``llm-comm demo``. Return 0 if every check passed and the report was written, else 1.
 
     Raises:
-        ConfigError: the options do not fit together or this machine, or the configuration is wrong.
+        ConfigError: The options contradict each other or the machine, or the configuration is invalid.
     """
     if args.tokens < 2:
         raise ConfigError(f"--tokens {args.tokens}: at least 2, because the first one comes from the prompt")
@@ -210,7 +212,7 @@ def _run_rank(args: argparse.Namespace, config: LlamaConfig, placement: Placemen
         comm.check()
         traffic = _traffic(comm, all_reduce, dtype)
 
-    # The peers wait inside the check's first collective while rank 0 runs the whole model.
+    # The peers wait in the check's first collective while rank 0 runs the whole model.
     reference = reference_logits(build(), prompts, decoder.generated) if rank == 0 else None
     check = check_agreement(decoder.logits, decoder.generated, reference, LOGIT_TOLERANCE[dtype], group)
     passed, written = check.passed and bool(traffic["served"]), True
@@ -244,7 +246,7 @@ def _draw_prompts(config: LlamaConfig, batch: int, length: int, seed: int) -> Te
 
 
 def _traffic(comm: Communicator, all_reduce: CountedAllReduce, dtype: torch.dtype) -> dict[str, Any]:
-    """How many all-reduces ran, and the plans for their sizes and for a ladder of others."""
+    """Return how many all-reduces ran, and the plans for their sizes and for a series of other sizes."""
     served, declined = all_reduce.calls(accepted=True), all_reduce.calls(accepted=False)
     sizes = sorted({*PLAN_LADDER, *served, *declined})
     messages = [torch.empty(size // dtype.itemsize, dtype=dtype, device=comm.device) for size in sizes]
@@ -257,7 +259,7 @@ def _traffic(comm: Communicator, all_reduce: CountedAllReduce, dtype: torch.dtyp
 
 
 def timed_decode(decoder: Decoder, steps: int, device: torch.device, group: dist.ProcessGroup) -> float:
-    """Runs the prompts and ``steps`` decode steps; returns the seconds that the decode steps took."""
+    """Run the prompts and ``steps`` decode steps. Return the seconds of the decode steps."""
     on_gpu = device.type == "cuda"
     decoder.prefill()
     if on_gpu:
@@ -273,14 +275,15 @@ def timed_decode(decoder: Decoder, steps: int, device: torch.device, group: dist
 
 
 def reference_logits(model: Llama, prompts: Tensor, generated: Tensor) -> Tensor:
-    """Logits of the unsharded model fed with what was generated (teacher forcing).
+    """Compute the logits of the unsharded model for the generated tokens (teacher forcing).
 
     Args:
-        prompts: (batch, prompt length) int64.
-        generated: (tokens, batch) int64.
+        model: Unsharded model.
+        prompts: [batch, prompt length] int64.
+        generated: [tokens, batch] int64.
 
     Returns:
-        (tokens, batch, vocab) float32: the logits from which each generated token should have been chosen.
+        [tokens, batch, vocab] float32: logits from which each generated token should have been chosen.
     """
     sequences = torch.cat((prompts, generated[:-1].T), dim=1)
     batch, length = sequences.shape
@@ -291,7 +294,7 @@ def reference_logits(model: Llama, prompts: Tensor, generated: Tensor) -> Tensor
 
 
 def relative_error(actual: Tensor, expected: Tensor) -> Tensor:
-    """Norm of the difference over norm of ``expected``, along the last dimension, in float64."""
+    """Return the norm of the difference divided by the norm of ``expected``, along the last dimension, in float64."""
     expected = expected.double()
     difference = torch.linalg.vector_norm(actual.double() - expected, dim=-1)
     ratio: Tensor = difference / torch.linalg.vector_norm(expected, dim=-1)
@@ -301,13 +304,15 @@ def relative_error(actual: Tensor, expected: Tensor) -> Tensor:
 def check_agreement(
     logits: Tensor, generated: Tensor, reference: Tensor | None, tolerance: float, group: dist.ProcessGroup
 ) -> Check:
-    """Compares the ranks with each other and rank 0 with the unsharded model. Collective; one result for all.
+    """Compare the ranks with each other, and rank 0 with the unsharded model. Collective; the result is equal on all
+    ranks.
 
     Args:
-        logits: this rank's (tokens, batch, vocab) float32.
-        generated: this rank's (tokens, batch) int64.
-        reference: the unsharded model's logits, on rank 0; ignored elsewhere.
-        tolerance: largest relative error allowed.
+        logits: Logits of this rank, [tokens, batch, vocab] float32.
+        generated: Tokens of this rank, [tokens, batch] int64.
+        reference: Logits of the unsharded model on rank 0; ignored elsewhere.
+        tolerance: Largest allowed relative error.
+        group: Process group of the ranks.
     """
     logits, generated = logits.cpu(), generated.cpu()
     first_logits, first_generated = logits.clone(), generated.clone()
@@ -324,12 +329,12 @@ def check_agreement(
         verdict = [(errors.max().item(), int(errors.argmax()))]
     dist.broadcast_object_list(verdict, src=0, group=group)
     error, step = verdict[0]
-    # torch's max, unlike Python's, lets no NaN slip through.
+    # torch's max propagates NaN, unlike Python's.
     return Check(error, step, tolerance, torch.tensor(spreads).max().item(), all(identical))
 
 
 def introduction(config: LlamaConfig, dtype: torch.dtype, placement: Placement) -> str:
-    """What is about to run, and on what."""
+    """Return what is about to run, and on what."""
     return (
         f"llm-comm demo: tensor-parallel decode on {placement.describe()}\n"
         f"model:       Llama, {config.parameters / 1e6:.1f} M random weights in {dtype_name(dtype)}: "
@@ -338,7 +343,7 @@ def introduction(config: LlamaConfig, dtype: torch.dtype, placement: Placement) 
 
 
 def render(report: dict[str, Any]) -> str:
-    """What ran, for people; the last line says whether it passed, and on what."""
+    """Format the report. The last line says whether the demo passed, and on what."""
     decode, traffic, check = (report[key] for key in ("decode", "all_reduce", "check"))
     served, declined = sum(traffic["served"].values()), sum(traffic["declined"].values())
     how = "one CUDA graph replay a step" if decode["cuda_graph"] else "eager"

@@ -1,4 +1,4 @@
-"""Collectives as programs: written in Python, checked, and compiled to one kernel; see docs/dsl.md."""
+"""DSL for collectives: programs written in Python, checked for errors, and compiled to one kernel; see docs/dsl.md."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The buffers of a program as its text uses them."""
+"""Buffers of a DSL program, as the user's function sees them."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ from llm_comm.dsl.ir import Absolute, Buffer, Chunk, Rank, Relative, Space
 
 
 class Chunks:
-    """A buffer of every rank, as a sequence of its chunks.
+    """Buffer of every rank as a sequence of chunks.
 
-    ``chunks[p.rank]`` is the chunk whose number is that of the rank, ``chunks[0]`` the first one. The buffer goes by
-    the name of the variable that holds it.
+    ``chunks[p.rank]`` is the chunk with the number of the rank, ``chunks[0]`` the first chunk. Errors and pictures name
+    the buffer by the variable that holds it.
 
     Args:
-        shape: The buffer, with no name yet.
+        shape: Description of the buffer, without a name.
         take_name: Makes a name unique.
-        ranks: That run the line which is being traced.
-        world: Of the program.
+        ranks: Returns the ranks that run the line being traced.
+        world: Number of ranks.
     """
 
     def __init__(
@@ -68,12 +68,12 @@ class Chunks:
 
 
 class Tensor:
-    """The input or the output of the operation.
+    """Input or output tensor of the operation.
 
     Args:
-        space: Which of the two.
-        parts_of_message: How many such tensors the message of the operation has: an all-gather's has ``world`` inputs.
-        needs_multiple_of: Its number of chunks is a multiple of this one.
+        space: Input or output.
+        parts_of_message: Number of such tensors in one message. An all-gather has ``world`` inputs in its message.
+        needs_multiple_of: The number of chunks must be a multiple of this.
         make: Makes the chunks.
     """
 
@@ -87,15 +87,15 @@ class Tensor:
         self._chunks: Chunks | None = None
 
     def chunks(self, count: int, *, symmetric: bool = False) -> Chunks:
-        """Cuts the tensor into equal chunks.
+        """Cut the tensor into equal chunks.
 
         Args:
-            count: Of chunks. The same in all calls of a program: a tensor is cut once.
-            symmetric: The tensor lies in symmetric memory, and peers may use it: ``put`` to an output, ``get`` from an
-                input. Callers have to pass such tensors.
+            count: Number of chunks, equal in all calls of a program: a tensor is cut once.
+            symmetric: The tensor is in symmetric memory, and peers may access it: ``put`` to an output, ``get`` from an
+                input. Callers must pass such tensors.
 
         Raises:
-            ProgramError: It cannot be cut so.
+            ProgramError: ``count`` does not fit the operation, or the tensor was cut differently before.
         """
         name = self._space.value
         if count < 1 or count % self._needs_multiple_of:

@@ -1,7 +1,7 @@
-"""Traces a program: every call of a Builder's method adds an operation.
+"""Tracing of DSL programs: each method call of a ``Builder`` adds one operation.
 
-What is wrong with an operation by itself is refused here, at the line that calls it. What is wrong with operations
-together ``dsl.check`` finds.
+Errors of a single operation are raised here, at the user's line. Errors between operations, such as races, are found by
+``dsl.check``.
 """
 
 from __future__ import annotations
@@ -19,7 +19,16 @@ from llm_comm.registry import why_not_a_name
 
 @dataclass(frozen=True)
 class _Made:
-    """Under what a value was made, and of what size of chunk it is."""
+    """Properties of a value when it was made.
+
+    Attributes:
+        parts: Size of its chunk, as 1/parts of the message.
+        only: Ranks that have the value; None: all.
+        group: Group of blocks that has it.
+        loop: Number of the loop it was made in; 0: outside of loops.
+        lag: Argument of ``behind`` at that line.
+        where: Line that made it.
+    """
 
     parts: int
     only: frozenset[int] | None
@@ -30,21 +39,21 @@ class _Made:
 
 
 class Builder:
-    """What the text of a program writes to.
+    """Recorder of a program: the argument of the user's function.
 
     Args:
-        operation: What the program computes.
+        operation: Operation that the program implements.
         world: Number of ranks.
-        root: Of a broadcast.
+        root: Root of a broadcast.
 
     Attributes:
         world: Number of ranks.
-        rank: The rank that runs the program.
-        peers: All others, the one behind this rank first.
-        ranks: All ranks, by their numbers.
-        root: Of a broadcast.
-        input: The caller's tensor, which is only read.
-        output: The caller's tensor for the result.
+        rank: Rank that runs the program.
+        peers: All other ranks, beginning with rank + 1.
+        ranks: All ranks, by number.
+        root: Root of a broadcast.
+        input: Input tensor of the caller, read-only.
+        output: Output tensor of the caller.
     """
 
     def __init__(self, operation: Operation, world: int, root: int) -> None:
@@ -76,12 +85,12 @@ class Builder:
     # ---- Memory of the workspace ---------------------------------------------------------------------------------
 
     def scratch(self, count: int, *, like: Chunks, turns: int = 1) -> Chunks:
-        """Plain memory that every rank has, and that peers may use.
+        """Allocate plain workspace memory on every rank. Peers may access it.
 
         Args:
-            count: Of chunks.
-            like: A buffer whose chunks are of the same size.
-            turns: Used in a loop: how many pieces each chunk holds, one in turn after the other.
+            count: Number of chunks.
+            like: Buffer with chunks of the same size.
+            turns: In loops: number of pieces that each chunk holds. Piece i uses position i modulo ``turns``.
 
         Raises:
             ProgramError: A number is not positive.
@@ -89,7 +98,10 @@ class Builder:
         return self._workspace(Space.SCRATCH, count, like, turns)
 
     def packets(self, count: int, *, like: Chunks, turns: int = 1) -> Chunks:
-        """The same for packets, which carry their own readiness: for ``put_packets`` and ``read_packets``."""
+        """Allocate workspace memory for packets, whose data carries its own readiness flag (LL).
+
+        It is accessed by ``put_packets`` and ``read_packets``. Arguments and errors are those of ``scratch``.
+        """
         return self._workspace(Space.PACKETS, count, like, turns)
 
     def _workspace(self, space: Space, count: int, like: Chunks, turns: int) -> Chunks:
@@ -110,17 +122,17 @@ class Builder:
         self._names.add(name)
         return name
 
-    # ---- Who runs what -------------------------------------------------------------------------------------------
+    # ---- Ranks and blocks ----------------------------------------------------------------------------------------
 
     @contextmanager
     def only(self, *ranks: Rank | int) -> Iterator[None]:
-        """Only these ranks run what follows: ``with p.only(p.root): ...``.
+        """Restrict the following operations to some ranks: ``with p.only(p.root): ...``.
 
         Args:
-            ranks: By their numbers. Inside another ``only``: those that are in both.
+            ranks: Rank numbers. Nested calls take the intersection.
 
         Raises:
-            ProgramError: There is no such rank, or none is left.
+            ProgramError: A rank does not exist, or no rank is left.
         """
         numbers = {self._absolute(rank) for rank in ranks}
         before = self._only
@@ -135,12 +147,12 @@ class Builder:
 
     @contextmanager
     def group(self, name: str) -> Iterator[None]:
-        """A group of thread blocks of its own runs what follows, beside the other groups.
+        """Run the following operations in their own group of thread blocks, concurrently with other groups.
 
-        Groups of a rank are not ordered among each other. A name that was there before goes on with that group.
+        Groups of a rank are not ordered relative to each other. Using a name again continues that group.
 
         Raises:
-            ProgramError: Inside of another group, or of a loop; or the name is not printable.
+            ProgramError: The call is inside another group or a loop, or the name is not printable.
         """
         why = why_not_a_name(name)
         if why:
@@ -155,10 +167,10 @@ class Builder:
 
     @contextmanager
     def loop(self) -> Iterator[None]:
-        """Over the pieces of chunks: what follows treats the first piece of its chunks, then the second one, ...
+        """Loop over the pieces of chunks: each turn processes one piece of each chunk.
 
         Raises:
-            ProgramError: Inside of another loop.
+            ProgramError: The call is inside another loop.
         """
         where = users_line()
         if self._body is not None:
@@ -174,10 +186,12 @@ class Builder:
 
     @contextmanager
     def behind(self, pieces: int) -> Iterator[None]:
-        """In a loop: what follows is so many pieces behind. So it treats what earlier turns have sent.
+        """In a loop, delay the following operations by ``pieces`` pieces: turn t processes piece t - ``pieces``.
+
+        The operations thereby process data that earlier turns have sent.
 
         Raises:
-            ProgramError: Outside of a loop, inside of another ``behind``, or not a positive number.
+            ProgramError: Outside of a loop, inside another ``behind``, or ``pieces`` is not positive.
         """
         if self._body is None or self._lag or pieces < 1:
             raise _misuse(f"behind({pieces}): it stands in a loop, in no other `behind`, and is 1 at least")
@@ -190,34 +204,34 @@ class Builder:
     # ---- Data ----------------------------------------------------------------------------------------------------
 
     def load(self, source: Chunk) -> Value:
-        """Loads a chunk of this rank's plain memory."""
+        """Load a chunk of this rank's plain memory."""
         self._use(source, "load", (Space.INPUT, Space.OUTPUT, Space.SCRATCH), peer=None)
         result = self._new_value(source)
         self._add(ir.Load(*self._here(), result, source))
         return result
 
     def get(self, peer: Rank, source: Chunk) -> Value:
-        """Loads a chunk of a peer's plain memory: scratch, or a symmetric tensor."""
+        """Load a chunk of a peer's plain memory: scratch, or a symmetric tensor."""
         self._use(source, "get", (Space.INPUT, Space.OUTPUT, Space.SCRATCH), peer)
         result = self._new_value(source)
         self._add(ir.Get(*self._here(), result, self._peer(peer), source))
         return result
 
     def read_packets(self, source: Chunk) -> Value:
-        """Waits for the packets of a chunk of this rank, and arms it for the next ones."""
+        """Wait for the packets of a chunk of this rank, read them, and reset the chunk to the sentinel."""
         self._use(source, "read_packets", (Space.PACKETS,), peer=None)
         result = self._new_value(source)
         self._add(ir.ReadPackets(*self._here(), result, source))
         return result
 
     def sum(self, operands: Mapping[Rank, Value | Chunk]) -> Value:
-        """Adds up, in fp32 and in the order of the ranks, and rounds once.
+        """Sum in fp32 in rank order, rounded once.
 
         Args:
-            operands: By the rank that each is of. Chunks are loaded.
+            operands: Values by the rank that each belongs to. Chunks are loaded first.
 
         Raises:
-            ProgramError: There is none, they are of chunks of different size, or two of the same rank.
+            ProgramError: There is no operand, chunk sizes differ, or two operands belong to one rank.
         """
         if not operands:
             raise _misuse("a sum of nothing: give an operand at least")
@@ -240,30 +254,33 @@ class Builder:
         return result
 
     def store(self, value: Value | Chunk, target: Chunk) -> None:
-        """Stores to a chunk of this rank's plain memory."""
+        """Store to a chunk of this rank's plain memory."""
         self._use(target, "store", (Space.OUTPUT, Space.SCRATCH), peer=None)
         value = self._fitting(value, target)
         self._add(ir.Store(*self._here(), value, target))
 
     def copy(self, source: Chunk, target: Chunk) -> None:
-        """Loads a chunk of this rank, and stores it to another."""
+        """Load a chunk of this rank and store it to another chunk."""
         self.store(self.load(source), target)
 
     def put(self, value: Value | Chunk, peer: Rank, target: Chunk) -> None:
-        """Stores to a chunk of a peer's plain memory: scratch, or a symmetric output. A signal announces it."""
+        """Store to a chunk of a peer's plain memory: scratch, or a symmetric output. A signal must announce it to the
+        peer."""
         self._use(target, "put", (Space.OUTPUT, Space.SCRATCH), peer)
         value = self._fitting(value, target)
         self._add(ir.Put(*self._here(), value, self._peer(peer), target))
 
     def put_packets(self, value: Value | Chunk, peer: Rank, target: Chunk) -> None:
-        """Stores packets to a chunk of a peer, which carry their own readiness."""
+        """Store packets to a chunk of a peer. Packets carry their own readiness flag and need no signal."""
         self._use(target, "put_packets", (Space.PACKETS,), peer)
         value = self._fitting(value, target)
         self._add(ir.PutPackets(*self._here(), value, self._peer(peer), target))
 
     def port_put(self, source: Chunk, peer: Rank, target: Chunk) -> None:
-        """Has the proxy copy a chunk of this rank's plain memory to a peer, later. A signal through the port announces
-        it; the source must not change before ``flush``."""
+        """Let the proxy copy a chunk of this rank's plain memory to a peer, asynchronously.
+
+        A signal through the port must announce the copy. The source must not change before ``flush``.
+        """
         self._use(source, "port_put", (Space.INPUT, Space.OUTPUT, Space.SCRATCH), peer=None)
         self._use(target, "port_put", (Space.OUTPUT, Space.SCRATCH), peer)
         if source.buffer.parts != target.buffer.parts:
@@ -273,26 +290,27 @@ class Builder:
     # ---- Order ---------------------------------------------------------------------------------------------------
 
     def signal(self, peer: Rank, *, semaphore: int = 0, through_port: bool = False) -> None:
-        """Tells a peer that what was put there before has come: by this group, or, through the port, by its proxy."""
+        """Signal to a peer that all earlier puts of this group have arrived. Through the port: that its proxy's copies
+        have."""
         self._take_semaphore(semaphore)
         self._add(ir.Signal(*self._here(), self._peer(peer), semaphore, through_port))
 
     def wait(self, peer: Rank, *, semaphore: int = 0, through_port: bool = False) -> None:
-        """Waits for one more signal of a peer."""
+        """Wait for one more signal of a peer."""
         self._take_semaphore(semaphore)
         self._add(ir.Wait(*self._here(), self._peer(peer), semaphore, through_port))
 
     def flush(self, peer: Rank) -> None:
-        """Waits until what ``port_put`` of this group is to bring to a peer has left its source."""
+        """Wait until the proxy has read the sources of this group's ``port_put`` calls to a peer."""
         self._add(ir.Flush(*self._here(), self._peer(peer)))
 
-    # ---- The whole -----------------------------------------------------------------------------------------------
+    # ---- Result --------------------------------------------------------------------------------------------------
 
     def finish(self, name: str, operation: Operation, instances: int, where: Location) -> ir.Program:
-        """The program that has been traced.
+        """Return the traced program.
 
         Raises:
-            ProgramError: It has no operation.
+            ProgramError: The program has no operation.
         """
         if not self._steps:
             raise ProgramError(Fault.MISUSE, f"program {name!r} has no operation", where)
@@ -308,7 +326,7 @@ class Builder:
             root=self.root.rank,
         )
 
-    # ---- Inside --------------------------------------------------------------------------------------------------
+    # ---- Internals -----------------------------------------------------------------------------------------------
 
     def _running(self) -> frozenset[int]:
         return frozenset(range(self.world)) if self._only is None else self._only
@@ -329,7 +347,7 @@ class Builder:
         return "main" if self._group is None else self._group
 
     def _loop(self) -> int:
-        """The number of the loop that is being traced; 0 outside of loops."""
+        """Number of the loop being traced; 0 outside of loops."""
         return 0 if self._body is None else self._loops
 
     def _new_value(self, like: Chunk | Value) -> Value:
@@ -339,7 +357,7 @@ class Builder:
         return Value(len(self._made) - 1)
 
     def _value(self, given: Value | Chunk) -> Value:
-        """A value that can be used here; a chunk is loaded."""
+        """Return a value usable at this line. A chunk is loaded first."""
         if isinstance(given, Chunk):
             return self.load(given)
         if not isinstance(given, Value) or not 0 <= given.number < len(self._made):
@@ -366,7 +384,7 @@ class Builder:
         return value
 
     def _use(self, chunk: Chunk, call: str, spaces: tuple[Space, ...], peer: Rank | None) -> None:
-        """Refuses a chunk that ``call`` cannot use. ``peer``: whose it is, None for this rank's."""
+        """Raise ProgramError if ``call`` cannot use the chunk. ``peer``: owner of the chunk, None for this rank."""
         if not isinstance(chunk, Chunk) or not any(chunk.buffer is chunks.buffer for chunks in self._all_chunks):
             raise _misuse(f"{call} takes a chunk of a buffer of this program, not {chunk!r}")
         buffer = chunk.buffer

@@ -1,4 +1,4 @@
-"""Programs as kernels: ``compile`` makes one for a communicator, and the result is called as an operation is."""
+"""Compiled programs: ``compile`` makes a kernel for one communicator, called like an operation of it."""
 
 from __future__ import annotations
 
@@ -20,17 +20,17 @@ from llm_comm.runtime.devices import current_stream_of
 
 
 class Compiled:
-    """A program as a kernel, for messages up to a size; made by ``compile``.
+    """Program as a kernel for messages up to ``max_bytes``; made by ``compile``.
 
-    It is called as an operation of the communicator is: by all ranks, in the same order among its operations, with
-    messages of one size. What holds for operations holds for its calls: several streams, CUDA graphs, a communicator
-    that is closed. Keep the object as long as graphs have its calls: its workspace goes with it.
+    A call is an operation of the communicator: all ranks make it, in the same order among their operations, with
+    messages of one size. The rules of operations apply, for several streams, for CUDA graphs and for a closed
+    communicator. Keep the object while graphs hold its calls, since they use its workspace.
 
     Attributes:
-        program: What was compiled.
-        source: The C++ source of its kernel.
-        max_bytes: Of a message, at most.
-        workspace_bytes: What it takes of symmetric memory, on each rank.
+        program: Compiled program.
+        source: C++ source of the kernel.
+        max_bytes: Largest message in bytes.
+        workspace_bytes: Symmetric memory in use on each rank, in bytes.
     """
 
     def __init__(self, kernel: Kernel, site: Site, has_ranges: bool) -> None:
@@ -47,24 +47,24 @@ class Compiled:
         self.workspace_bytes = kernel.workspace_bytes
 
     def __call__(self, x: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
-        """Runs the program on the current stream.
+        """Run the program on the current stream.
 
         Args:
-            x: The input: contiguous, of the dtype that was compiled for, on the communicator's device. Of an operation
-                with a part for each rank, its first dimension is the ranks' together.
-            out: Where the result goes. It may be ``x`` where the operation's output is as large as its input and the
-                program allows it. None: a new tensor. Required where the program has peers store to the output: a
-                tensor of ``Communicator.empty``, at the same place on all ranks.
+            x: Input: contiguous, of the compiled dtype, on the communicator's device. If the operation has a shard of
+                the input for each rank, the first dimension holds the shards in rank order.
+            out: Output. It may be ``x`` if input and output have one size and the program allows it. None: a new
+                tensor. Required if peers store to the output: then a tensor of ``Communicator.empty`` with the same
+                symmetric offset on all ranks.
 
         Returns:
-            ``out``, or a new tensor: like ``x``; of an all-gather ``world`` times, of a reduce-scatter one ``world``-th
-            of its first dimension.
+            ``out``, or a new tensor of the shape of ``x``. Its first dimension is ``world`` times that of ``x`` for an
+            all-gather, and 1/``world`` for a reduce-scatter.
 
         Raises:
             UnsupportedInputError: A tensor does not fit, or a mode, tracer or transform of torch would miss the call.
-                Nothing has been launched.
-            CommunicatorError: The communicator has failed before. What goes wrong in this call, ``Communicator.check``
-                and later calls raise.
+                Nothing was launched.
+            CommunicatorError: The communicator has failed earlier. A failure of this call is raised by
+                ``Communicator.check`` and by later calls.
             RuntimeError: The communicator is closed.
         """
         check_unwatched(self._name)
@@ -108,7 +108,7 @@ class Compiled:
         return out
 
     def _prepare(self, input_bytes: int, output_bytes: int) -> Callable[..., bool]:
-        # Of parts, a message is one of them, as it is in plans.
+        # A message of an operation with shards is one shard, as in plans.
         message_bytes = min(input_bytes, output_bytes)
         kind = self.program.operation.value, message_bytes, programs.name_of(self.program), PROTOCOL
         run = self._kernel.prepare(input_bytes, output_bytes, self._site.handle.tallies.counter(*kind))
@@ -158,33 +158,30 @@ def compile(
     threads: int | None = None,
     check: bool = True,
 ) -> Compiled:
-    """Makes one kernel of a program, for a type of elements and all sizes up to ``max_bytes``.
-
-    Collective: every rank makes the same call.
+    """Compile a program to one kernel, for a dtype and all sizes up to ``max_bytes``. Collective.
 
     Args:
-        program: What to compile; of a text, for the world of ``comm``.
-        comm: Whose ranks run it.
-        dtype: Of the elements. Sums are of bfloat16, float16 and float32.
-        max_bytes: Of the message: of the larger one of input and output. Memory of the workspace grows with it.
-        blocks: Of the kernel, of all groups together, at most. None: as many as the program has instances, or, where
-            it does not say, as many as the device has multiprocessors.
-        threads: Of a block, at most. None: 512 where blocks signal and wait, else 256.
-        check: Whether ``dsl.check`` comes first. A program that it refuses may also spoil the communicator's other
-            operations, whose slots rest on what it proves.
+        program: Program to compile. A ``ProgramText`` is built for the world of ``comm``.
+        comm: Communicator whose ranks run it.
+        dtype: Dtype of the elements. Sums need bfloat16, float16 or float32.
+        max_bytes: Largest message in bytes: the larger of input and output. Workspace memory grows with it.
+        blocks: Maximum blocks of all groups together. None: the program's ``instances`` of each group; if that is 1, a
+            number by the device's SMs.
+        threads: Maximum threads of a block. None: 512 if blocks signal and wait, else 256.
+        check: Run ``dsl.check`` first. An incorrect program can also corrupt the communicator's other operations,
+            because the reuse of their slots relies on what the check proves.
 
     Returns:
-        What is called as the operation is.
+        Callable like the operation.
 
     Raises:
-        RendezvousError: The ranks compile different programs, or for different types or sizes: the text says in what
-            they differ. Or a step has failed on a rank: its error is in the text. Raised on all ranks alike; the
-            communicator can be used as before.
+        RendezvousError: The ranks compile different programs, dtypes or sizes, or a step failed on a rank. The text
+            says which. Raised on all ranks alike; the communicator stays usable.
         MissingRankError: A rank has not made the call within ``Config.timeout_s``.
         UnsupportedInputError: The ranks are on several nodes, or a CUDA graph is being captured.
-        ProgramError: The program is not correct. This and what follows is raised where every rank fails alike; else
-            it is in the text of a RendezvousError.
-        CompileError: There is no kernel for an operation of the program yet.
+        ProgramError: The program is not correct. This and the following errors are raised if every rank fails alike;
+            otherwise they are in the text of a RendezvousError.
+        CompileError: No kernel exists for an operation of the program.
         ValueError: A number, or the world of the program, does not fit.
         ConfigError: Another user could have put code into the directory of compiled kernels (docs/dsl.md).
         ModuleNotFoundError: cupy, which compiles for GPUs, is not installed.

@@ -1,4 +1,4 @@
-"""Errors of programs, and the user's lines that they point at."""
+"""Errors of programs, and the user's lines that they refer to."""
 
 from __future__ import annotations
 
@@ -11,31 +11,31 @@ from llm_comm.dsl.ir import Location
 from llm_comm.errors import LlmCommError
 
 _PACKAGE = __name__.rpartition(".")[0]
-#: Its programs are users of the DSL as others are.
+#: The library's programs count as user code.
 _LIBRARY = f"{_PACKAGE}.library"
 
 
 class Fault(Enum):
-    """Kinds of errors of a program."""
+    """Kind of an error in a program."""
 
-    MISUSE = "misuse"  # an operation that cannot be: found as the program is traced
+    MISUSE = "misuse"  # an invalid operation, found while tracing
     UNMATCHED = (
-        "unmatched"  # a signal nobody waits for, a wait nobody signals; packets without a reader, or the reverse
+        "unmatched"  # a signal without a wait or a wait without a signal; packets without a read, or the reverse
     )
     DEADLOCK = "deadlock"  # waits that wait for each other
-    RACE = "race"  # two accesses to a chunk that no wait orders
-    UNWRITTEN = "unwritten"  # a chunk that is read, and holds nothing yet
-    CONTENT = "content"  # a value or a result that is not what it has to be
+    RACE = "race"  # two accesses to a chunk that no synchronization orders
+    UNWRITTEN = "unwritten"  # a chunk is read before it is written
+    CONTENT = "content"  # a value or result differs from what the operation requires
     CALLS = "calls"  # a rank may get too far ahead in later calls
-    SCHEDULE = "schedule"  # its kernel fails under a schedule of the deterministic emulator
+    SCHEDULE = "schedule"  # the kernel fails under a schedule of the deterministic emulator
 
 
 class ProgramError(LlmCommError):
-    """A program of the DSL cannot be built, or is not correct. The text begins with the user's line.
+    """A DSL program cannot be built or is not correct. The text begins with the user's line.
 
     Attributes:
-        fault: The kind of error.
-        where: The line that it points at.
+        fault: Kind of the error.
+        where: Line that it refers to.
     """
 
     def __init__(self, fault: Fault, message: str, where: Location) -> None:
@@ -45,12 +45,12 @@ class ProgramError(LlmCommError):
 
 
 class ScheduleError(ProgramError):
-    """The kernel of a program hangs, or gives a wrong result, under a schedule of the deterministic emulator.
+    """The kernel of a program hangs or computes a wrong result under a schedule of the deterministic emulator.
 
     Attributes:
-        seed: Of the schedule: ``dsl.explore(program, schedules=1, seed=seed)`` runs it again.
-        step: Of the schedule, at which it failed.
-        rank: On which it failed.
+        seed: Seed of the schedule. ``dsl.explore(program, schedules=1, seed=seed)`` repeats it.
+        step: Step of the schedule at which it failed.
+        rank: Rank on which it failed.
     """
 
     def __init__(self, message: str, where: Location, *, seed: int, step: int, rank: int) -> None:
@@ -61,14 +61,14 @@ class ScheduleError(ProgramError):
 
 
 class CompileError(LlmCommError):
-    """A program, or a part of it, that there is no kernel for. The text says which line and what to do."""
+    """No kernel exists for a program or one of its operations. The text gives the line and what to do."""
 
     def __init__(self, where: Location, what: str) -> None:
         super().__init__(f"{what}\n  {where}")
 
 
 def users_frame() -> FrameType:
-    """The innermost frame outside of the DSL's own code."""
+    """Return the innermost stack frame outside of the DSL's own code."""
     frame = sys._getframe(1)
     while _is_own(frame.f_globals.get("__name__", "")):
         assert frame.f_back is not None, "a program is called from somewhere"
@@ -77,12 +77,13 @@ def users_frame() -> FrameType:
 
 
 def users_line() -> Location:
-    """Where that frame is."""
+    """Return the source line of ``users_frame``."""
     frame = users_frame()
     return location(frame.f_code.co_filename, frame.f_lineno)
 
 
 def location(file: str, line: int) -> Location:
+    """Return a line of a file, with its text."""
     return Location(file, line, linecache.getline(file, line).strip())
 
 

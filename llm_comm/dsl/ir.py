@@ -1,10 +1,10 @@
-"""What a program of the DSL describes: a list of operations that every rank runs, for a certain world.
+"""Intermediate representation of a program: the operations of every rank, for one world size.
 
-The unit is a *chunk*: a buffer is cut into equal chunks, of which the last may be shorter, or empty. Every operation on
-data treats all elements of its chunks alike, element by element. So a compiler may have a thread carry its elements
-through several operations, and in a loop an operation means the same piece of each of its chunks.
+The unit is a *chunk*: a buffer is cut into equal chunks, of which the last may be shorter or empty. An operation on
+data treats all elements of its chunks alike, one by one. A compiler may therefore let a thread carry its elements
+through several operations. In a loop, an operation applies to the same piece of each of its chunks.
 
-Values are chunks on their way, in registers: a value has one definition, and no memory.
+A value is the content of a chunk in registers. It has one definition and no memory.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from pathlib import Path
 
 
 class Operation(Enum):
-    """What a program computes, and how many chunks its buffers have for a world."""
+    """Operation that a program implements."""
 
     ALL_REDUCE = "all_reduce"
     ALL_GATHER = "all_gather"
@@ -26,37 +26,37 @@ class Operation(Enum):
 
     @property
     def has_parted_input(self) -> bool:
-        """Whether the input has a part for each rank."""
+        """True if the input has a shard for each rank."""
         return self in (Operation.REDUCE_SCATTER, Operation.ALL_TO_ALL)
 
     @property
     def has_parted_output(self) -> bool:
-        """Whether the output has a part of each rank."""
+        """True if the output has a shard from each rank."""
         return self in (Operation.ALL_GATHER, Operation.ALL_TO_ALL)
 
     @property
     def adds_up(self) -> bool:
-        """Whether results are sums; else they are bytes of the inputs."""
+        """True if results are sums; false if they are bytes of the inputs."""
         return self in (Operation.ALL_REDUCE, Operation.REDUCE_SCATTER)
 
 
 class Space(Enum):
-    """Where a buffer lies."""
+    """Location of a buffer."""
 
-    INPUT = "input"  # the caller's tensor, which is only read
-    OUTPUT = "output"  # the caller's tensor
-    SCRATCH = "scratch"  # of the workspace, plain memory: what is put there is announced by a signal
-    PACKETS = "packets"  # of the workspace, packets: data carries its own readiness (LL)
+    INPUT = "input"  # tensor of the caller, read-only
+    OUTPUT = "output"  # tensor of the caller
+    SCRATCH = "scratch"  # plain workspace memory: puts are announced by a signal
+    PACKETS = "packets"  # workspace memory for packets: data carries its own readiness flag (LL)
 
     @property
     def is_tensor(self) -> bool:
-        """Whether it is the caller's; else it is of the workspace."""
+        """True for a tensor of the caller, false for workspace memory."""
         return self in (Space.INPUT, Space.OUTPUT)
 
 
 @dataclass(frozen=True)
 class Location:
-    """A line of the user's program."""
+    """Line of the user's program."""
 
     file: str
     line: int
@@ -66,21 +66,22 @@ class Location:
         return f"{self.file}:{self.line}: {self.text}"
 
     def without_directory(self) -> str:
-        """For what is shown to others, who have the file elsewhere."""
+        """Format with the file name only, for readers who have the file in another directory."""
         return f"{Path(self.file).name}:{self.line}: {self.text}"
 
 
 @dataclass(frozen=True)
 class Buffer:
-    """A buffer that each rank has.
+    """Buffer of each rank.
 
     Attributes:
-        name: As the program prints it; unique.
-        chunks: How many it is cut into.
-        parts: For how many of its chunks the message of the operation is cut: of all buffers those with the same number
-            have chunks of one size. An all-reduce in ``world`` slices has 8 in a world of 8.
-        turns: Of scratch in a loop: pieces that each chunk holds in turn; 1 outside of loops.
-        is_symmetric: Peers may read and write it: it lies in symmetric memory. So do all buffers of the workspace.
+        name: Unique name.
+        space: Location.
+        chunks: Number of chunks.
+        parts: Number of such chunks in the message of the operation. Buffers with equal ``parts`` have chunks of one
+            size. An all-reduce in ``world`` slices has 8 in a world of 8.
+        turns: For scratch in a loop: number of pieces that each chunk holds; 1 outside of loops.
+        is_symmetric: In symmetric memory, so that peers may access it. True for all workspace buffers.
     """
 
     name: str
@@ -93,13 +94,13 @@ class Buffer:
 
 @dataclass(frozen=True)
 class Chunk:
-    """A chunk of a buffer. ``index``: the number of a chunk, or the rank whose number it is."""
+    """Chunk of a buffer. ``index``: number of the chunk, or the rank with that number."""
 
     buffer: Buffer
     index: Rank | int
 
     def number_on(self, rank: int, world: int) -> int:
-        """The number of the chunk where ``rank`` runs the program."""
+        """Return the number of the chunk on ``rank``."""
         return self.index if isinstance(self.index, int) else self.index.on(rank, world)
 
     def __str__(self) -> str:
@@ -108,7 +109,7 @@ class Chunk:
 
 @dataclass(frozen=True)
 class Value:
-    """What an operation has made of chunks; ``number`` is unique in a program."""
+    """Result of an operation. ``number`` is unique in a program."""
 
     number: int
 
@@ -118,21 +119,26 @@ class Value:
 
 @dataclass(frozen=True)
 class Op:
-    """An operation. ``only``: the ranks that run it, None for all. ``lag``: in a loop, how many pieces it is behind: at
-    turn t it treats piece t - lag, and nothing where there is no such piece."""
+    """Base class of operations.
+
+    Attributes:
+        where: Line of the program.
+        only: Ranks that run it; None: all.
+        lag: In a loop: at turn t it processes piece t - lag, and nothing if that piece does not exist.
+    """
 
     where: Location
     only: frozenset[int] | None
     lag: int
 
     def runs_on(self, rank: int) -> bool:
-        """Whether a rank runs it."""
+        """Return whether ``rank`` runs the operation."""
         return self.only is None or rank in self.only
 
 
 @dataclass(frozen=True)
 class Load(Op):
-    """Of a chunk of this rank."""
+    """Load a chunk of this rank."""
 
     result: Value
     source: Chunk
@@ -140,7 +146,7 @@ class Load(Op):
 
 @dataclass(frozen=True)
 class Get(Op):
-    """Of a chunk of a peer's plain memory."""
+    """Load a chunk of a peer's plain memory."""
 
     result: Value
     peer: Rank
@@ -149,7 +155,7 @@ class Get(Op):
 
 @dataclass(frozen=True)
 class ReadPackets(Op):
-    """Waits for a chunk of packets in this rank's memory, and arms it again."""
+    """Wait for a chunk of packets in this rank's memory, read it, and reset it to the sentinel."""
 
     result: Value
     source: Chunk
@@ -157,7 +163,7 @@ class ReadPackets(Op):
 
 @dataclass(frozen=True)
 class Sum(Op):
-    """In fp32 and in the order of the ranks that ``operands`` are of, rounded once to the type of the message."""
+    """Sum in fp32 in the order of the operands' ranks, rounded once to the dtype of the message."""
 
     result: Value
     operands: tuple[tuple[Rank, Value], ...]
@@ -165,7 +171,7 @@ class Sum(Op):
 
 @dataclass(frozen=True)
 class Store(Op):
-    """To a chunk of this rank."""
+    """Store to a chunk of this rank."""
 
     value: Value
     target: Chunk
@@ -173,7 +179,7 @@ class Store(Op):
 
 @dataclass(frozen=True)
 class Put(Op):
-    """To a chunk of a peer's plain memory, by stores of this rank's threads."""
+    """Store to a chunk of a peer's plain memory, by threads of this rank."""
 
     value: Value
     peer: Rank
@@ -182,7 +188,7 @@ class Put(Op):
 
 @dataclass(frozen=True)
 class PutPackets(Op):
-    """To a chunk of packets of a peer."""
+    """Store to a chunk of packets of a peer."""
 
     value: Value
     peer: Rank
@@ -191,7 +197,7 @@ class PutPackets(Op):
 
 @dataclass(frozen=True)
 class PortPut(Op):
-    """Has the proxy copy a chunk of this rank's memory to a chunk of a peer, later."""
+    """Let the proxy copy a chunk of this rank to a chunk of a peer, asynchronously."""
 
     source: Chunk
     peer: Rank
@@ -200,8 +206,8 @@ class PortPut(Op):
 
 @dataclass(frozen=True)
 class Signal(Op):
-    """Adds one to a semaphore of a peer, behind what this rank has put there before: by stores, or, through a port, by
-    the proxy."""
+    """Add one to a semaphore of a peer, after this rank's earlier stores have arrived; through a port: after the
+    proxy's copies have."""
 
     peer: Rank
     semaphore: int
@@ -210,7 +216,7 @@ class Signal(Op):
 
 @dataclass(frozen=True)
 class Wait(Op):
-    """Waits for one more signal of a peer."""
+    """Wait for one more signal of a peer."""
 
     peer: Rank
     semaphore: int
@@ -219,15 +225,18 @@ class Wait(Op):
 
 @dataclass(frozen=True)
 class Flush(Op):
-    """Waits until what the proxy has been asked to put to a peer has left its source."""
+    """Wait until the proxy has read the sources of all requested copies to a peer."""
 
     peer: Rank
 
 
 @dataclass(frozen=True)
 class Loop:
-    """Over the pieces of all chunks, one after the other: its operations run for turn 0, 1, ... until the one that lags
-    most has treated the last piece; in each turn in the order of the program."""
+    """Loop over the pieces of all chunks.
+
+    Turns 0, 1, ... run until the operation with the largest lag has processed the last piece. Within a turn, operations
+    run in the order of the program.
+    """
 
     where: Location
     body: tuple[Op, ...]
@@ -235,25 +244,31 @@ class Loop:
 
 @dataclass(frozen=True)
 class Group:
-    """What a group of thread blocks runs, in this order. Groups run side by side."""
+    """Steps of a group of thread blocks, in order. Groups run concurrently."""
 
     name: str
     steps: tuple[Op | Loop, ...]
 
     def ops(self) -> Iterator[Op]:
-        """All operations, those of loops too."""
+        """Yield all operations, including those of loops."""
         for step in self.steps:
             yield from step.body if isinstance(step, Loop) else (step,)
 
 
 @dataclass(frozen=True)
 class Program:
-    """For one world.
+    """Program for one world size.
 
     Attributes:
-        instances: Into how many equal shares each chunk is cut, each of which a block (of each group) treats by itself.
-        semaphores: Of each pair of ranks: of memory channels, and of port channels.
-        root: Of a broadcast.
+        name: Name of the program.
+        operation: Operation that it implements.
+        world: Number of ranks.
+        buffers: Buffers in use.
+        groups: Groups of thread blocks.
+        instances: Number of equal shares of each chunk. One block of each group processes a share.
+        semaphores: Semaphores of each pair of ranks, for memory channels and again for port channels.
+        where: Line of the program's function.
+        root: Root of a broadcast.
     """
 
     name: str
@@ -268,26 +283,27 @@ class Program:
 
     @property
     def sums_in_rank_order(self) -> bool:
-        """Whether each sum of a correct program is of all ranks at once: then it is made in their order and rounded
-        once, as the library's own."""
+        """True if each sum has an operand of every rank, so that sums are those of the library: in rank order, rounded
+        once."""
         return all(len(op.operands) == self.world for op in self.ops() if isinstance(op, Sum))
 
     def ops(self) -> Iterator[Op]:
-        """All operations, those of loops too."""
+        """Yield all operations, including those of loops."""
         for group in self.groups:
             yield from group.ops()
 
 
 @dataclass(frozen=True)
 class Relative:
-    """The rank ``(rank + offset) % world`` for the rank that runs the program. Relative(0) is that rank itself.
+    """Rank ``(rank + offset) % world``, relative to the rank that runs the program. Relative(0) is that rank.
 
-    ``+`` and ``-`` of a whole number count on, around the world.
+    ``+`` and ``-`` with an integer shift it around the world.
     """
 
     offset: int
 
     def on(self, rank: int, world: int) -> int:
+        """Return the number of this rank in a program that runs on ``rank``."""
         return (rank + self.offset) % world
 
     def __add__(self, steps: int) -> Relative:
@@ -302,16 +318,17 @@ class Relative:
 
 @dataclass(frozen=True)
 class Absolute:
-    """The same rank, whoever runs the program."""
+    """Fixed rank, whichever rank runs the program."""
 
     rank: int
 
     def on(self, rank: int, world: int) -> int:
+        """Return the number of this rank in a program that runs on ``rank``."""
         return self.rank
 
     def __str__(self) -> str:
         return str(self.rank)
 
 
-#: A rank of a program for a certain world.
+#: Rank in a program for one world.
 Rank = Relative | Absolute

@@ -1,7 +1,7 @@
-"""A program as a kernel of a communicator's core: compiled, loaded, with its workspace in symmetric memory.
+"""Kernels of programs in a communicator's core: compiled, loaded, with their workspace in symmetric memory.
 
-``Kernel`` is for one type of elements; ``ProgramKernels`` are those of all types of an operation, which a communicator
-calls in place of an algorithm.
+``Kernel`` is for one dtype. ``ProgramKernels`` holds the kernels of all dtypes of an operation, which a communicator
+calls instead of an algorithm.
 """
 
 from __future__ import annotations
@@ -35,29 +35,31 @@ from llm_comm.runtime.rendezvous import Rendezvous
 from llm_comm.runtime.symmetric_heap import SymmetricHeap
 
 _NUMBERS = {name: number for number, name in enumerate(_core.data_types())}
-#: Of a call, where elements are moved only.
+#: Data type of calls that only move elements.
 _BYTES = "byte"
-#: By the core's bits.
+#: Bits by which the core names symmetric tensors.
 _SYMMETRIC = {ir.Space.INPUT: 1, ir.Space.OUTPUT: 2}
 
 
 @dataclass(frozen=True)
 class Site:
-    """What a program needs of a communicator, without the communicator: that holds the kernels, and nothing is to keep
-    one that its user has dropped."""
+    """Parts of a communicator that a kernel needs. A reference to the communicator itself would form a cycle and keep
+    it alive after the user has dropped it."""
 
     handle: CoreHandle
     heap: SymmetricHeap
 
     @property
     def device(self) -> torch.device:
-        """Of the communicator."""
+        """Device of the communicator."""
         return self.handle.device
 
 
 class Workspace(NamedTuple):
-    """Of a program, on all ranks. Kernels for several types of elements can share one: how it is laid out does not
-    depend on the type, and their calls follow each other."""
+    """Workspace of a program, on all ranks.
+
+    Kernels for several dtypes can share one: the layout does not depend on the dtype, and calls do not overlap.
+    """
 
     memory: torch.Tensor
     channels: Channels
@@ -66,21 +68,21 @@ class Workspace(NamedTuple):
 def load_kernel(
     what: str, make: Callable[[], Kernel], site: Site, workspace: Workspace | None = None, *, own_error: bool = False
 ) -> tuple[Kernel, Workspace]:
-    """Make a kernel on every rank, compare the ranks' kernels, and load it into the core: on all ranks or on none.
+    """Build a kernel on every rank, compare the ranks' kernels, and load it into the core, on all ranks or on none.
     Collective.
 
-    No other function loads code of llm_comm.dsl.
+    This is the only function that loads code of llm_comm.dsl.
 
     Args:
-        what: Names the kernel, the same on all ranks.
-        make: Makes the kernel of this rank.
-        site: Of the communicator.
-        workspace: Workspace of another kernel of the same program; None makes a new one.
-        own_error: Raise what ``make`` has raised here, where it has failed alike on every rank.
+        what: Name of the kernel, equal on all ranks.
+        make: Builds the kernel of this rank.
+        site: Parts of the communicator.
+        workspace: Workspace of another kernel of the same program. None creates one.
+        own_error: Raise the original exception of ``make`` if it has failed alike on every rank.
 
     Raises:
-        RendezvousError: A rank could not make, place or load its kernel, or the ranks have different ones; the text
-            says in what. Raised on all ranks alike.
+        RendezvousError: A rank could not build, place or load its kernel, or kernels differ; the text says in what.
+            Raised on all ranks alike.
         MissingRankError: A rank has not made the call in time.
     """
     rendezvous = site.heap.meet(what)
@@ -96,20 +98,20 @@ def load_kernel(
 
 
 class Kernel:
-    """A program for one type of elements and all sizes up to one.
+    """Compiled program for one dtype and all sizes up to ``max_bytes``.
 
-    Making one compiles it; ``load_kernel``, which is collective, gives it to the core.
+    The constructor compiles. ``load_kernel``, which is collective, loads the kernel into the core.
 
     Args:
-        program: What is compiled.
-        site: Of the communicator.
-        dtype: Of the elements.
-        max_bytes: Of a message.
-        blocks: Of all groups together, at most; None: as many as serve.
-        threads: Of a block, at most; None: as many as serve.
+        program: Program to compile.
+        site: Parts of the communicator.
+        dtype: Dtype of the elements.
+        max_bytes: Largest message in bytes.
+        blocks: Maximum blocks of all groups together; None: a default.
+        threads: Maximum threads of a block; None: a default.
 
     Raises:
-        CompileError, ValueError, ModuleNotFoundError, ConfigError, RuntimeError: As of ``dsl.compile``.
+        CompileError, ValueError, ModuleNotFoundError, ConfigError, RuntimeError: See ``dsl.compile``.
     """
 
     def __init__(
@@ -147,8 +149,8 @@ class Kernel:
         self._number = -1
 
     def described(self) -> dict[str, Any]:
-        """Return the properties of a kernel that all ranks must share. The digest leaves out comments of the source:
-        they quote paths of files, which may differ between ranks."""
+        """Return the properties that all ranks must share. The digest omits comments of the source: they quote file
+        paths, which may differ between ranks."""
         code = re.sub(r"\s*//[^\n]*", "", self.source)
         return {
             "program": self.program.name,
@@ -161,11 +163,11 @@ class Kernel:
         }
 
     def connect(self, rendezvous: Rendezvous, workspace: Workspace | None) -> Workspace:
-        """Makes the workspace where none is given, and loads the kernel. Collective: see ``load_kernel``."""
+        """Create the workspace unless one is given, and load the kernel. Collective, see ``load_kernel``."""
         if workspace is None:
             memory = self._site.heap.empty(self._layout.bytes, torch.uint8)
             rendezvous.attempt(f"preparation of the workspace of {self.program.name}", lambda: self._arm(memory))
-            # A rank has its channels only when all have asked for them: so all workspaces are ready.
+            # open_channels returns once every rank has called it, so all workspaces are initialized.
             semaphores = self._limits.instances * self.program.semaphores
             workspace = Workspace(memory, open_channels(self._site.heap, self._site.handle, memory, semaphores))
         self._number = rendezvous.attempt(f"loading of program {self.program.name}", self._load)
@@ -184,16 +186,16 @@ class Kernel:
             torch.cuda.current_stream(memory.device).synchronize()
 
     def why_not(self, choice: LaunchChoice) -> str:
-        """Why it cannot be launched so, or ""."""
+        """Return why the kernel cannot be launched with these parameters, or ""."""
         return grid.why_not(choice, self._limits, len(self.program.groups), self._site.device)
 
     def candidates(self, message_bytes: int) -> list[LaunchChoice]:
-        """Choices worth measuring, its own first, none of which ends in the grid of another one."""
+        """Return launch parameters to measure, the kernel's own first. No two give the same grid."""
         lines = chunk_lines(message_bytes // self.outer, self._pieces)
         return grid.candidates(self._limits, len(self.program.groups), lines)
 
     def grid(self, message_bytes: int, choice: LaunchChoice = OWN_CHOICE) -> tuple[int, int]:
-        """Blocks of a launch, of all groups, and their threads; ``why_not(choice)`` is empty."""
+        """Return the blocks of all groups and the threads of a block. ``why_not(choice)`` must be ""."""
         groups = len(self.program.groups)
         limits = grid.narrowed(self._limits, choice, groups)
         instances, threads = limits.of_call(chunk_lines(message_bytes // self.outer, self._pieces))
@@ -202,12 +204,12 @@ class Kernel:
     def prepare(
         self, input_bytes: int, output_bytes: int, counter: _core.Counter, choice: LaunchChoice = OWN_CHOICE
     ) -> Callable[..., bool]:
-        """What launches a call: it takes the addresses of input and output and a stream, and tells whether it could.
-        The counter counts those that it could.
+        """Return a function that launches a call: it takes addresses of input and output and a stream, and returns
+        whether the launch was enqueued. ``counter`` counts enqueued launches.
 
         Raises:
             RuntimeError: The communicator is closed.
-            ValueError: The device does not take the grid.
+            ValueError: The device rejects the grid.
         """
         assert self._workspace is not None, "connect() comes first"
         message_bytes = max(input_bytes, output_bytes)
@@ -235,17 +237,17 @@ class Kernel:
 
 
 class ProgramKernels:
-    """A program for all types that calls of its operation are of. Making one is collective.
+    """Kernels of a program for all dtypes of its operation. Construction is collective.
 
     Args:
-        name: As options and tables name it.
-        program: A correct one of an all-reduce, an all-gather or a reduce-scatter, which works in place, and whose
-            tensors need not be symmetric.
-        site: Of the communicator.
-        max_bytes: Of the larger one of input and output.
+        name: Name in options and tables.
+        program: Correct program of an all-reduce, all-gather or reduce-scatter that works in place and does not require
+            symmetric tensors.
+        site: Parts of the communicator.
+        max_bytes: Limit in bytes of the larger of input and output.
 
     Raises:
-        RendezvousError: As of ``load_kernel``. Raised on all ranks alike.
+        RendezvousError: See ``load_kernel``. Raised on all ranks alike.
     """
 
     def __init__(self, name: str, program: ir.Program, site: Site, max_bytes: int) -> None:
@@ -255,7 +257,7 @@ class ProgramKernels:
             program.world if is_parted else 1 for is_parted in (operation.has_parted_input, operation.has_parted_output)
         )
         self.max_bytes = max_bytes // max(self._inputs, self._outputs)
-        # What is moved is bytes, of whatever type.
+        # Operations that move data handle bytes, whatever the dtype.
         types = TORCH_TYPES if operation.adds_up else {"byte": torch.uint8}
         self.data_types = tuple(types)
         self.sums_in_rank_order = program.sums_in_rank_order
@@ -269,7 +271,7 @@ class ProgramKernels:
 
     def why_not(self, choice: LaunchChoice) -> str:
         """See ``planning.programs.Kernels``."""
-        # Those of all types have the same limits.
+        # The kernels of all dtypes have the same limits.
         return next(iter(self._kernels.values())).why_not(choice)
 
     def candidates(self, data_type: str, message_bytes: int) -> list[LaunchChoice]:
@@ -288,5 +290,5 @@ class ProgramKernels:
         return kernel.prepare(message_bytes * self._inputs, message_bytes * self._outputs, counter, choice)
 
     def _whole(self, message_bytes: int) -> int:
-        """Bytes of all parts, as a kernel counts a message."""
+        """Return the bytes of all shards, the message size of a kernel."""
         return message_bytes * max(self._inputs, self._outputs)

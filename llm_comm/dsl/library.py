@@ -1,28 +1,28 @@
-"""Programs that come with llm_comm: to use, and to begin with.
+"""Library of DSL programs, to use as they are or as examples.
 
-Packets (LL) are for small messages. Plain memory and signals (HB) are for large ones.
+Programs with packets (LL) are for small messages, those with plain memory and signals (HB) for large ones.
 """
 
 from __future__ import annotations
 
 from llm_comm import dsl
 
-#: Pieces of a chunk that lie in a peer's memory at a time, in loops.
+#: Pieces of a chunk that a peer's memory holds at once, in loops.
 _TURNS = 3
-#: Semaphores: of data that is there, of data that has been read, and of outputs that peers may store to.
+#: Semaphores: data has arrived; data has been read; the output may be written by peers.
 _SENT, _READ, _FREE = 0, 1, 1
-#: Semaphores of data for the sums, and of sums.
+#: Semaphores: operands of sums have arrived; sums have arrived.
 _SCATTERED, _GATHERED = 0, 1
 
 
 @dsl.program("all_reduce")
 def one_shot_ll(p: dsl.Builder) -> None:
-    """Every rank sends its whole input to all others, and adds up what comes (1PA, LL).
+    """Each rank sends its whole input to all others and sums what it receives (1PA, LL).
 
-    No two calls meet: the result is of packets of all ranks, so who has it knows that all have begun this call.
+    Calls cannot overlap: a result needs packets of all ranks, so a rank that has it knows that all have begun the call.
     """
     x, y = p.input.chunks(1), p.output.chunks(1)
-    received = p.packets(p.world, like=x)  # by the rank they come from
+    received = p.packets(p.world, like=x)  # by sender
     for peer in p.peers:
         p.put_packets(x[0], peer, received[p.rank])
     p.store(p.sum({p.rank: p.load(x[0]), **{peer: p.read_packets(received[peer]) for peer in p.peers}}), y[0])
@@ -30,11 +30,11 @@ def one_shot_ll(p: dsl.Builder) -> None:
 
 @dsl.program("all_reduce")
 def one_shot_hb(p: dsl.Builder) -> None:
-    """Every rank sends its whole input to all others, piece by piece, and adds up what came a piece ago (1PA, HB)."""
+    """Each rank sends its whole input to all others in pieces, and sums the piece before (1PA, HB)."""
     x, y = p.input.chunks(1), p.output.chunks(1)
-    received = p.scratch(p.world, like=x, turns=_TURNS)  # by the rank it comes from
+    received = p.scratch(p.world, like=x, turns=_TURNS)  # by sender
     with p.loop():
-        with p.behind(_TURNS):  # what lay where this turn's piece goes has been read
+        with p.behind(_TURNS):  # the place of this turn's piece has been read
             for peer in p.peers:
                 p.wait(peer, semaphore=_READ)
         for peer in p.peers:
@@ -51,9 +51,9 @@ def one_shot_hb(p: dsl.Builder) -> None:
 
 @dsl.program("all_reduce")
 def two_shot_ll(p: dsl.Builder) -> None:
-    """Every rank adds up one slice of all ranks' inputs, and sends it to all others (2PA, LL)."""
+    """Each rank sums one slice of all inputs, and sends the sum to all others (2PA, LL)."""
     x, y = p.input.chunks(p.world), p.output.chunks(p.world)  # a slice for each rank
-    scattered, gathered = p.packets(p.world, like=x), p.packets(p.world, like=x)  # by the rank they come from
+    scattered, gathered = p.packets(p.world, like=x), p.packets(p.world, like=x)  # by sender
     for peer in p.peers:
         p.put_packets(x[peer], peer, scattered[p.rank])
     total = p.sum({p.rank: p.load(x[p.rank]), **{peer: p.read_packets(scattered[peer]) for peer in p.peers}})
@@ -66,11 +66,11 @@ def two_shot_ll(p: dsl.Builder) -> None:
 
 @dsl.program("all_reduce")
 def two_shot_hb(p: dsl.Builder) -> None:
-    """Every rank adds up one slice of all ranks' inputs, and sends it to all others, piece by piece (2PA, HB).
+    """Each rank sums one slice of all inputs, and sends the sum to all others, in pieces (2PA, HB).
 
-    The signals acknowledge as well. A rank scatters piece t when it has waited for the sums of piece t - 3, which peers
-    make of what lay there before; and it sends its sum of piece t behind the peer's signal for that piece, which the
-    peer gives when it has stored the sums of piece t - 3.
+    The signals also acknowledge reads. S1: a rank scatters piece t after it has received the sums of piece t - 3, for
+    which peers have read the same place. S2: a rank sends its sum of piece t after the peer's _SCATTERED signal for
+    piece t. The peer gives that signal after it has stored the sums of piece t - 3 from the same place.
     """
     x, y = p.input.chunks(p.world), p.output.chunks(p.world)  # a slice for each rank
     scattered = p.scratch(p.world, like=x, turns=_TURNS)
@@ -98,13 +98,13 @@ def two_shot_hb(p: dsl.Builder) -> None:
 
 @dsl.program("all_reduce")
 def ring_ll(p: dsl.Builder) -> None:
-    """Slices go around the ring twice: each rank adds its own to what comes, then the sums go to all (LL).
+    """Slices go around the ring twice: first each rank adds its own input, then the sums reach all ranks (LL).
 
-    Every rank sends to one peer only. A slice is added up in the order of the ring, by one rank at a time, and rounded
-    at each: the result is the same on all ranks, but not that of the other programs to the last bit.
+    Each rank sends to one peer only. A slice is summed in ring order and rounded at each rank. The result is
+    equal on all ranks, but differs bitwise from that of the other programs.
     """
     x, y = p.input.chunks(p.world), p.output.chunks(p.world)
-    partial, final = p.packets(p.world, like=x), p.packets(p.world, like=x)  # by the step they come in
+    partial, final = p.packets(p.world, like=x), p.packets(p.world, like=x)  # by step
     behind, ahead, steps = p.rank - 1, p.rank + 1, p.world - 1
     p.put_packets(x[p.rank], ahead, partial[0])
     for step in range(1, steps):
@@ -120,13 +120,13 @@ def ring_ll(p: dsl.Builder) -> None:
 
 @dsl.program("all_reduce")
 def hierarchical_ll(p: dsl.Builder) -> None:
-    """Each node adds up its slices, pairs of ranks add up those of both nodes, and each node gathers them (LL).
+    """Each node sums its slices, pairs of ranks add the sums of both nodes, and each node gathers them (LL).
 
-    The first half of the ranks is one node, the second half the other. What a node has added up is rounded once more:
-    the result is the same on all ranks, but not that of one sum over all to the last bit.
+    The first half of the ranks is one node, the second half the other. The sum of a node is rounded. The result is
+    therefore equal on all ranks, but differs bitwise from a single sum over all ranks.
 
     Raises:
-        ValueError: The world is odd.
+        ValueError: The world size is odd.
     """
     size = p.world // 2
     if p.world % 2:
@@ -151,9 +151,9 @@ def hierarchical_ll(p: dsl.Builder) -> None:
 
 @dsl.program("all_gather")
 def all_gather_ll(p: dsl.Builder) -> None:
-    """Every rank sends its input to all others (LL)."""
+    """Each rank sends its input to all others (LL)."""
     x, y = p.input.chunks(1), p.output.chunks(p.world)
-    received = p.packets(p.world, like=x)  # by the rank they come from
+    received = p.packets(p.world, like=x)  # by sender
     for peer in p.peers:
         p.put_packets(x[0], peer, received[p.rank])
     p.copy(x[0], y[p.rank])
@@ -163,9 +163,9 @@ def all_gather_ll(p: dsl.Builder) -> None:
 
 @dsl.program("all_gather")
 def all_gather_hb(p: dsl.Builder) -> None:
-    """Every rank stores its input to the outputs of all others, which lie in symmetric memory (HB).
+    """Each rank stores its input to the outputs of all others, which must be in symmetric memory (HB).
 
-    A peer's output belongs to its caller until the peer has begun the call, so each rank says when it has.
+    The caller may use its output until its rank has begun the call. Each rank therefore signals its begin (_FREE).
     """
     x, y = p.input.chunks(1), p.output.chunks(p.world, symmetric=True)
     for peer in p.peers:
@@ -183,9 +183,9 @@ def all_gather_hb(p: dsl.Builder) -> None:
 
 @dsl.program("reduce_scatter")
 def reduce_scatter_ll(p: dsl.Builder) -> None:
-    """Every rank sends each other one its part, and adds up what comes (LL)."""
+    """Each rank sends every peer its shard, and sums what it receives (LL)."""
     x, y = p.input.chunks(p.world), p.output.chunks(1)
-    received = p.packets(p.world, like=x)  # by the rank they come from
+    received = p.packets(p.world, like=x)  # by sender
     for peer in p.peers:
         p.put_packets(x[peer], peer, received[p.rank])
     total = p.sum({p.rank: p.load(x[p.rank]), **{peer: p.read_packets(received[peer]) for peer in p.peers}})
@@ -194,9 +194,9 @@ def reduce_scatter_ll(p: dsl.Builder) -> None:
 
 @dsl.program("all_to_all")
 def all_to_all_ll(p: dsl.Builder) -> None:
-    """Every rank sends each other one a part of its input (LL)."""
+    """Each rank sends every peer one shard of its input (LL)."""
     x, y = p.input.chunks(p.world), p.output.chunks(p.world)
-    received = p.packets(p.world, like=x)  # by the rank they come from
+    received = p.packets(p.world, like=x)  # by sender
     for peer in p.peers:
         p.put_packets(x[peer], peer, received[p.rank])
     p.copy(x[p.rank], y[p.rank])
@@ -208,8 +208,8 @@ def all_to_all_ll(p: dsl.Builder) -> None:
 def broadcast_ll(p: dsl.Builder) -> None:
     """The root sends its input to all others (LL).
 
-    No result depends on the ranks that only receive. So all ranks signal that they have begun: otherwise the root could
-    be some calls ahead of a slow one, and overwrite what that one has not read.
+    No result depends on ranks that only receive. All ranks therefore signal their begin. Otherwise the root could be
+    several calls ahead of a slow rank, and overwrite packets that the rank has not read.
     """
     x, y = p.input.chunks(1), p.output.chunks(1)
     received = p.packets(1, like=x)
@@ -225,7 +225,7 @@ def broadcast_ll(p: dsl.Builder) -> None:
         p.wait(peer)
 
 
-#: All of them.
+#: All programs of the library.
 PROGRAMS: tuple[dsl.ProgramText, ...] = (
     one_shot_ll,
     one_shot_hb,

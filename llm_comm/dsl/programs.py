@@ -1,4 +1,4 @@
-"""Programs by name: from a Python function to a program for a world, and what options and tuning tables can select."""
+"""Programs by name: from a Python function to a program for a world, and the registry for options and tuning tables."""
 
 from __future__ import annotations
 
@@ -13,25 +13,25 @@ from llm_comm.dsl.ir import Operation, Program
 from llm_comm.errors import ConfigError, quoted
 from llm_comm.registry import PROGRAM_PREFIX, is_program, why_not_a_name, why_not_known
 
-#: What ``program`` decorates.
+#: Function that ``program`` decorates.
 Text = Callable[[Builder], None]
-#: That communicators have methods for, by the table.
+#: Operations whose communicator method can run a registered program.
 OPERATIONS = (Operation.ALL_REDUCE, Operation.ALL_GATHER, Operation.REDUCE_SCATTER)
 
 _registered: dict[str, ProgramText] = {}
 
 
 class ProgramText:
-    """A program for any world that its text allows; made by ``dsl.program``.
+    """Program for any world that its function supports; made by ``dsl.program``.
 
     Attributes:
-        name: That of the function.
-        operation: What it computes.
-        root: Of a broadcast.
-        instances: Into how many shares each chunk is cut.
+        name: Name of the function.
+        operation: Operation that it implements.
+        root: Root of a broadcast.
+        instances: Number of shares of each chunk.
 
     Raises:
-        ValueError: It is made of something else than a function, or the function has no printable name.
+        ValueError: The argument is no function, or the function's name is not printable.
     """
 
     def __init__(self, text: Text, operation: Operation, root: int, instances: int) -> None:
@@ -49,7 +49,7 @@ class ProgramText:
 
     @property
     def lines(self) -> int:
-        """Of its text in Python, from the decorator on, empty ones left out; 0 where the source is not at hand."""
+        """Number of non-empty source lines of the function, from its decorator on; 0 if the source is unavailable."""
         try:
             source, _ = inspect.getsourcelines(self._text)
         except (OSError, TypeError):
@@ -57,13 +57,13 @@ class ProgramText:
         return sum(1 for line in source if line.strip())
 
     def build(self, world: int) -> Program:
-        """Traces the program for a world. ``dsl.check`` tells whether it is correct.
+        """Trace the program for a world. Correctness is checked by ``dsl.check``.
 
         Args:
-            world: Number of ranks, 2 at least.
+            world: Number of ranks, at least 2.
 
         Raises:
-            ProgramError: An operation cannot be.
+            ProgramError: An operation is invalid.
         """
         code = self._text.__code__
         where = location(code.co_filename, code.co_firstlineno)
@@ -80,15 +80,15 @@ class ProgramText:
 
 
 def program(operation: str | Operation, *, root: int = 0, instances: int = 1) -> Callable[[Text], ProgramText]:
-    """Makes a program of a function that takes a ``Builder``.
+    """Decorate a function that takes a ``Builder``, and make it a program.
 
     Args:
-        operation: What it computes: all_reduce, all_gather, reduce_scatter, broadcast or all_to_all.
-        root: Of a broadcast.
-        instances: Into how many equal shares each chunk is cut, each of which blocks of its own treat.
+        operation: all_reduce, all_gather, reduce_scatter, broadcast or all_to_all.
+        root: Root of a broadcast.
+        instances: Number of equal shares of each chunk. Separate blocks process each share.
 
     Raises:
-        ValueError: There is no such operation, ``instances`` is not positive, or what is decorated is no function with
+        ValueError: The operation is unknown, ``instances`` is not positive, or the decorated object is no function with
             a printable name.
     """
     if instances < 1:
@@ -98,19 +98,20 @@ def program(operation: str | Operation, *, root: int = 0, instances: int = 1) ->
 
 
 def register(program: ProgramText) -> ProgramText:
-    """Makes a program available as ``dsl:NAME`` to communicators that this process makes from now on.
+    """Register a program as ``dsl:NAME`` for communicators that this process makes afterwards.
 
-    Every rank registers the same. ``Config.dsl`` registers what it names by itself.
+    Every rank must register the same programs. ``Config.dsl`` registers its programs itself.
 
     Args:
-        program: Of an all-reduce, an all-gather or a reduce-scatter. ``Config.algorithm`` and rows of tuning tables
-            select it.
+        program: Program of an all-reduce, all-gather or reduce-scatter. ``Config.algorithm`` and rows of tuning tables
+            can select it.
 
     Returns:
-        The program, so this can be used as a decorator above ``dsl.program``.
+        ``program``, so that the function can be a decorator above ``dsl.program``.
 
     Raises:
-        ValueError: It is no such program, options cannot spell its name, or another one has the name.
+        ValueError: ``program`` has another operation, its name has characters that options cannot hold, or another
+            program has the name.
     """
     if not isinstance(program, ProgramText):
         raise ValueError(f"register takes what dsl.program has made of a function, not a {type(program).__name__}")
@@ -131,20 +132,20 @@ def register(program: ProgramText) -> ProgramText:
 
 
 def name_of(program: ProgramText | Program) -> str:
-    """As options and tables name it."""
+    """Return the name of a program in options and tables."""
     return f"{PROGRAM_PREFIX}{program.name}"
 
 
 def registered() -> tuple[str, ...]:
-    """The names of all programs that are registered, in order."""
+    """Return the names of all registered programs, sorted."""
     return tuple(sorted(_registered))
 
 
 def find(name: str) -> ProgramText:
-    """The program that is registered under a name.
+    """Return the program that is registered under ``name``.
 
     Raises:
-        ConfigError: None is; the text says which are.
+        ConfigError: No such program is registered; the text lists those that are.
     """
     why = why_not_known("program", name, registered())
     if why:
@@ -153,22 +154,22 @@ def find(name: str) -> ProgramText:
 
 
 def register_all(names: str) -> tuple[ProgramText, ...]:
-    """Imports and registers what option ``dsl`` names.
+    """Import and register the programs of option ``dsl``.
 
     Args:
-        names: ``module:program``, with commas between them.
+        names: ``module:program``, separated by commas.
 
     Raises:
-        ConfigError: A module cannot be imported, or has no such program, or that cannot be registered.
+        ConfigError: A module cannot be imported or has no such program, or the program cannot be registered.
     """
     return tuple(register_one(name.strip()) for name in names.split(","))
 
 
 def of_option(config: Config) -> dict[str, ProgramText]:
-    """The programs that option ``dsl`` names, registered, by the names that options and tables give them.
+    """Register the programs that option ``dsl`` names. Return them by their names in options and tables.
 
     Raises:
-        ConfigError: As of ``register_all``; the text says where the option comes from.
+        ConfigError: See ``register_all``; the text also says where the option was set.
     """
     if config.dsl is None:
         return {}
@@ -179,16 +180,16 @@ def of_option(config: Config) -> dict[str, ProgramText]:
 
 
 def origin(config: Config) -> str:
-    """Of option ``dsl``, in words."""
+    """Return where option ``dsl`` was set, in words."""
     return f"option dsl ({config.origins.get('dsl', 'Python')})"
 
 
 def register_one(name: str) -> ProgramText:
-    """The same for one of them."""
+    """Import and register one program, see ``register_all``."""
     module_name, _, attribute = name.partition(":")
     try:
         module = importlib.import_module(module_name)
-    # A module that ends the process would leave the other ranks waiting for it.
+    # SystemExit must not end this process: the other ranks would wait for it.
     except (Exception, SystemExit) as error:
         raise ConfigError(f"{name}: cannot import {module_name}: {type(error).__name__}: {error}") from error
     found = getattr(module, attribute, None)

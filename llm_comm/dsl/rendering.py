@@ -1,4 +1,4 @@
-"""A program for people: its operations as text, and as a picture with a lane for each rank."""
+"""Display of a program: its operations as text, and a picture with a lane for each rank."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from llm_comm.dsl.checks.trial import Act, Place, Trial
 from llm_comm.dsl.ir import Rank
 from llm_comm.runtime.comparison import digest_of
 
-_WIDTH, _HEIGHT = 132, 44  # of a box
-_COLUMN, _LANE = 168, 84  # from one to the next
+_WIDTH, _HEIGHT = 132, 44  # width and height of a box
+_COLUMN, _LANE = 168, 84  # distances between columns and between lanes
 _LEFT, _TOP = 110, 40
 _FONT = 'font-family="sans-serif"'
-#: Fill of a box by what the operation does.
+#: Fill colour of a box by the kind of operation.
 _COLOURS = {
     ir.Load: "#e8eef7",
     ir.Get: "#cfe0f5",
@@ -34,15 +34,16 @@ _COLOURS = {
 
 
 def describe(program: ir.Program) -> str:
-    """The buffers and operations of a program, one a line.
+    """Return the buffers and operations of a program, one a line.
 
-    ``%3`` is a value, ``rank`` the rank that runs the line, ``behind 1`` in a loop that the line is a piece behind.
+    ``%3`` is a value, ``rank`` the rank that runs the line. ``behind 1`` means that the line processes the previous
+    piece of a loop.
     """
     return "\n".join(_lines(program))
 
 
 def digest(program: ir.Program) -> str:
-    """Digest of a program's operations, for comparison between ranks. The path of its file is left out: it may differ
+    """Return a digest of a program's operations, for comparison between ranks. The file path is omitted: it may differ
     between ranks."""
     head, _, *lines = describe(program).splitlines()
     content = "\n".join((head, *lines, f"{program.instances} instances, {program.semaphores} semaphores"))
@@ -50,7 +51,7 @@ def digest(program: ir.Program) -> str:
 
 
 def describe_op(op: ir.Op) -> str:
-    """An operation, without who runs it."""
+    """Format an operation, without the ranks that run it."""
     if isinstance(op, ir.Load):
         return f"{op.result} = load {op.source}"
     if isinstance(op, ir.Get):
@@ -112,7 +113,7 @@ def _peer(rank: Rank) -> str:
 
 @dataclass(frozen=True)
 class Box:
-    """An operation of a rank, in a column. ``never``: it waits for ever, or stands behind one that does."""
+    """Operation of a rank, in a column. ``never``: it waits for ever, or follows an operation that does."""
 
     act: Act
     rank: int
@@ -123,11 +124,11 @@ class Box:
 
 @dataclass
 class Picture:
-    """What is to be drawn.
+    """Picture to draw.
 
     Attributes:
         boxes: All operations.
-        arrows: From what gives to what waits for it.
+        arrows: From a signal or put to the wait or read that takes it.
     """
 
     boxes: list[Box] = field(default_factory=list)
@@ -135,11 +136,11 @@ class Picture:
 
 
 def draw(program: ir.Program, *, pieces: int = 1) -> str:
-    """The program as SVG. A box's tooltip is its line in the program.
+    """Draw the program as SVG. The tooltip of a box is its source line.
 
     Args:
-        program: Correct or not: what waits for ever is drawn with a dashed border.
-        pieces: In how many pieces loops treat each chunk.
+        program: Program, correct or not. Operations that wait for ever have a dashed border.
+        pieces: Number of pieces of each chunk in loops.
     """
     trial = Trial(program, pieces)
     picture = arrange(trial)
@@ -162,7 +163,7 @@ def draw(program: ir.Program, *, pieces: int = 1) -> str:
 
 
 def arrange(trial: Trial) -> Picture:
-    """Gives each operation a column behind all that it waits for."""
+    """Place each operation in a column to the right of those that it depends on."""
     picture = Picture()
     given: dict[Semaphore | Place, list[Box]] = defaultdict(list)
     taken: dict[Semaphore | Place, int] = defaultdict(int)
@@ -250,7 +251,7 @@ def _arrow(start: Box, end: Box) -> str:
 
 
 def _label(trial: Trial, box: Box) -> tuple[str, str]:
-    """Two lines: what is done, and to which chunk or rank; ranks by their numbers."""
+    """Return two lines for a box: the action, and the chunk or rank. Ranks are given by number."""
     op, world = box.act.op, trial.program.world
     piece = f", piece {box.act.pieces[0]}" if box.act.loop and trial.pieces > 1 else ""
 

@@ -1,5 +1,7 @@
-"""Programs that a communicator is to run in place of algorithms: found, checked and compiled as it is made, on all of
-its ranks or on none."""
+"""Programs that a communicator runs instead of algorithms: found, checked and compiled at its construction.
+
+All ranks get the same programs, or all raise.
+"""
 
 from __future__ import annotations
 
@@ -26,12 +28,12 @@ logger = logging.getLogger("llm_comm")
 
 
 class Candidate(NamedTuple):
-    """A program that is to be selected.
+    """Program to compile for selection.
 
     Attributes:
-        name: As options and tables give it.
-        where: The option or table that names it.
-        program: For the world of the ranks.
+        name: Name in options and tables.
+        where: Option or table that names it.
+        program: Program for the world of the ranks.
     """
 
     name: str
@@ -42,22 +44,21 @@ class Candidate(NamedTuple):
 def load(
     rendezvous: Rendezvous, heap: SymmetricHeap, handle: CoreHandle, config: Config, table: TuningTable
 ) -> dict[str, Kernels]:
-    """The programs that ``config.dsl`` names, and those that the table or ``config.algorithm`` names, compiled.
-    Collective.
+    """Compile the programs that ``config.dsl``, ``config.algorithm`` or the tuning table names. Collective.
 
     Args:
-        rendezvous: Of the ranks.
-        heap, handle, config, table: Of the communicator.
+        rendezvous: Rendezvous of the ranks.
+        heap, handle, config, table: Parts of the communicator.
 
     Returns:
-        By the names that options and tables give them. None for one rank, which exchanges nothing.
+        Kernels by the names in options and tables. Empty for one rank, which exchanges nothing.
 
     Raises:
-        ConfigError: A program cannot be imported or is not correct, ``config.algorithm`` names one that is not
-            registered, one cannot be selected, or cannot be launched as a row of the table says. Raised on all ranks
-            alike. Rows of programs that are not registered are left out, with a warning.
-        RendezvousError: The ranks have different programs, or one of them could not compile or place one. Raised on
-            all ranks alike.
+        ConfigError: A program cannot be imported, is not correct, cannot be selected, or cannot be launched as a row
+            says; or ``config.algorithm`` names an unregistered one. Raised on all ranks alike. Rows of unregistered
+            programs are skipped with a warning.
+        RendezvousError: The ranks have different programs, or a rank could not compile or place one. Raised on all
+            ranks alike.
     """
     found = rendezvous.attempt("choice of programs", lambda: _find_all(config, table, rendezvous.world_size))
     said = rendezvous.collect(
@@ -86,7 +87,7 @@ def load(
 
 
 def why_not_selectable(program: ir.Program, config: Config) -> str:
-    """Why the communicator's method of its operation cannot run a correct program, or ""."""
+    """Return why the communicator's method of the operation cannot run a correct program, or ""."""
     operation = program.operation
     if operation not in programs.OPERATIONS:
         selectable = ", ".join(found.value for found in programs.OPERATIONS)
@@ -115,22 +116,22 @@ def why_not_selectable(program: ir.Program, config: Config) -> str:
 
 
 def examine(text: ProgramText, world: int, config: Config) -> tuple[ir.Program, str]:
-    """A program for a world, and why the communicator's method of its operation cannot run it, or "".
+    """Return a program for a world, and why the communicator's method of its operation cannot run it, or "".
 
     Raises:
-        ConfigError: It is not correct, or not for that world.
+        ConfigError: The program is not correct, or does not support the world.
     """
     try:
         program = text.build(world)
         check(program)
         return program, why_not_selectable(program, config)
-    except Exception as error:  # whatever the user's text raises, for a world that it is not for, say
+    except Exception as error:  # the user's function may raise anything, for example for an unsupported world
         what = str(error) if isinstance(error, LlmCommError) else f"{type(error).__name__}: {error}"
         raise ConfigError(f"{programs.name_of(text)} for {world} ranks: {what}") from error
 
 
 def _find_all(config: Config, table: TuningTable, world: int) -> list[Candidate]:
-    """What is to be compiled, in the same order on all ranks."""
+    """Return the programs to compile, in the same order on all ranks."""
     listed = programs.of_option(config)
     named = named_by(config, table)
     found = {}
@@ -161,14 +162,14 @@ def _find_all(config: Config, table: TuningTable, world: int) -> list[Candidate]
 
 
 class Listed(NamedTuple):
-    """A program, for a world.
+    """Program in the list of ``llm-comm algorithms``.
 
     Attributes:
-        name: As options and tables name it.
-        option: What option ``dsl`` has to say for that.
-        operation: What it computes.
-        lines: Of its text in Python; 0 where that is not known.
-        why_not: Why it cannot be selected as an all-reduce; "" if it can.
+        name: Name in options and tables.
+        option: Value of option ``dsl`` that registers it.
+        operation: Operation that it implements.
+        lines: Non-empty lines of its source; 0 if unavailable.
+        why_not: Why the communicator's method of the operation cannot run it; "" if it can.
     """
 
     name: str
@@ -179,17 +180,17 @@ class Listed(NamedTuple):
 
 
 def listed(config: Config, world: int, with_library: bool) -> list[Listed]:
-    """The programs that ``config.dsl`` names, and those that come with llm_comm.
+    """Return the programs of ``config.dsl`` and, on request, those of the library.
 
     Args:
-        config: Options by which programs would be selected.
-        world: Ranks that they are built and checked for.
-        with_library: List those of ``llm_comm.dsl.library`` too.
+        config: Options under which programs would be selected.
+        world: Number of ranks to build and check for.
+        with_library: Also list ``llm_comm.dsl.library``.
 
     Raises:
-        ConfigError: What option ``dsl`` names cannot be imported, or cannot be registered.
+        ConfigError: A program of option ``dsl`` cannot be imported or registered.
     """
-    programs.of_option(config)  # tells what is wrong with it
+    programs.of_option(config)  # raises the errors of option dsl
     options = [] if config.dsl is None else [option.strip() for option in config.dsl.split(",")]
     found = {programs.register_one(option): option for option in options}
     if with_library:

@@ -1,1 +1,1 @@
-"""Groups whose ranks are on several nodes: hierarchical collectives (docs/nodes.md)."""
+"""Hierarchical collectives for groups whose ranks are on several nodes (docs/nodes.md)."""

@@ -23,10 +23,10 @@ from llm_comm.runtime.core_handle import CoreHandle
 
 
 class AllReduceOverNodes(AllReduce):
-    """All-reduces of one communicator.
+    """All-reduce of one communicator over several nodes.
 
     Args:
-        handle: Handle of the core that is connected within the node.
+        handle: Handle of the core that connects the ranks of this node.
         planner: Planner for the ranks of all nodes.
         hierarchy: Common parts of the communicator's hierarchical operations.
     """
@@ -47,7 +47,7 @@ class AllReduceOverNodes(AllReduce):
         sizes = chunks(count, row.chunk_bytes, in_node.ranks, dtype.itemsize)
         what = f"{count} {data_type}"
         if in_node.ranks == 1:
-            # Nothing of the node could run beside the exchange: there are no chunks.
+            # No in-node phase could overlap with the exchange, so there are no chunks.
             return hierarchy.layout(
                 ALL_REDUCE,
                 nbytes,
@@ -65,14 +65,17 @@ class AllReduceOverNodes(AllReduce):
     def _make(
         self, sizes: list[int], by_size: dict[int, _Phases], dtype: torch.dtype, how: str, counter: _core.Counter
     ) -> Run:
-        """What runs the phases of each chunk. A chunk is scattered while the one before it is exchanged, and that one
-        gathered while the next is: so the links of the node and those between nodes are busy at once."""
+        """Return a function that runs the phases of each chunk as a pipeline.
+
+        Chunk i + 1 is scattered while chunk i is exchanged, and chunk i is gathered while chunk i + 1 is exchanged. The
+        links within and between nodes are thereby busy at the same time.
+        """
         hierarchy = self._hierarchy
         in_node, exchange, side = hierarchy.in_node, hierarchy.exchange, hierarchy.side
         prepared = {
             size: (in_node.prepare(phases.scatter), in_node.prepare(phases.gather)) for size, phases in by_size.items()
         }
-        # The last one counts the call.
+        # the last gather counts the call
         gathers_last = in_node.prepare(by_size[sizes[-1]].gather, counter)
         places = [by_size[size].slices[in_node.place] for size in sizes]
         begins = [begin * dtype.itemsize for begin in accumulate(sizes[:-1], initial=0)]
@@ -100,7 +103,7 @@ class AllReduceOverNodes(AllReduce):
         return run
 
     def _alone(self, nbytes: int, dtype: torch.dtype, how: str, counter: _core.Counter) -> Run:
-        """The runner for nodes of one rank."""
+        """Return the runner for nodes of one rank, which only exchange."""
         hierarchy = self._hierarchy
 
         def run(x: int, out: int, stream: int) -> bool:
@@ -113,10 +116,12 @@ class AllReduceOverNodes(AllReduce):
 
 
 class _Phases(NamedTuple):
-    """Those of a chunk in the node.
+    """In-node phases of a chunk.
 
     Attributes:
-        slices: Elements of each place.
+        slices: Elements of the slice of each rank in the node.
+        scatter: Reduce-scatter in the node.
+        gather: All-gather in the node.
     """
 
     slices: list[int]
@@ -130,7 +135,7 @@ class _Phases(NamedTuple):
 
 
 def _add(exchange: Exchange, slice_: torch.Tensor, how: str) -> None:
-    if slice_.numel():  # as on the other nodes
+    if slice_.numel():  # the partners on all nodes have equal slices, so all skip an empty one
         exchange.add(slice_, slice_, how)
 
 
@@ -138,11 +143,11 @@ WHY_NOT_ALONE = "is the last phase in a node, and nodes of one rank have none"
 
 
 class AllReduceAddRmsNormOverNodes(AllReduceAddRmsNorm):
-    """Fused all-reduce + add + RMSNorm of one communicator; arguments as of ``AllReduceOverNodes``.
+    """Fused all-reduce + add + RMSNorm of one communicator over several nodes; arguments as in ``AllReduceOverNodes``.
 
-    The last phase is the fused kernel of one node in place of an all-gather. It adds up what the ranks of the node give
-    it: of each slice the sum over all nodes, from the rank that has it, and -0 from the others, which changes no value.
-    So norm and residual have the bits that one node makes of that sum.
+    The last phase is the fused kernel of one node instead of an all-gather. For each slice, the rank that owns it
+    passes the sum over all nodes. The other ranks pass -0.0, which does not change the kernel's sum. Norm and residual
+    are therefore bitwise those that one node computes from the sum over all nodes.
     """
 
     def __init__(self, handle: CoreHandle, planner: Planner, hierarchy: Hierarchy) -> None:
@@ -177,7 +182,7 @@ class AllReduceAddRmsNormOverNodes(AllReduceAddRmsNorm):
                 slice_ = total[begin : begin + mine]
                 if not scatters(x, address_of(slice_), stream):
                     return False
-                if mine:  # as on the other nodes
+                if mine:  # the partners on all nodes have equal slices, so all skip an empty one
                     exchange.add(slice_, slice_, between.exchange)
                 return norms(total.data_ptr(), residual, weight, out, residual_out, scale, stream)
 

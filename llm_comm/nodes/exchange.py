@@ -1,4 +1,4 @@
-"""Exchange between the nodes: sums in node order, all-to-all, all-gather, and the comparison of calls."""
+"""Exchange between nodes: sums in node order, all-to-all, all-gather, and the comparison of calls."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ _PATTERNS = {2: torch.int16, 4: torch.int32}
 
 
 def sum_in_order(parts: torch.Tensor, out: torch.Tensor) -> None:
-    """Puts the sum of the node sums into ``out``: added in fp32 from the first node to the last, rounded once.
+    """Sum the node sums into ``out``: in fp32 from the first node to the last, rounded once.
 
-    NaN becomes 0x7FFF (fp32: 0x7FFFFFFF), as in the kernels. GPUs make no other NaN in an addition or a conversion.
+    On the CPU, NaN is set to 0x7FFF (fp32: 0x7FFFFFFF), the only NaN that additions and conversions on GPUs produce.
 
     Args:
         parts: [nodes, elements], at least two nodes, bfloat16, float16 or float32.
         out: [elements], of the same dtype.
     """
     first, *rest, last = parts.unbind()
-    # Two tensors of one type: torch adds in fp32 and rounds once, in one kernel.
+    # With two operands of one dtype torch adds in fp32 and rounds once, in one kernel.
     total = first.to(torch.float32, copy=True) if rest else first
     for part in rest:
         total.add_(part)
@@ -41,7 +41,7 @@ class Exchange:
     """Exchange between the nodes of one communicator.
 
     Args:
-        transport: Between the ranks with the same place in their nodes.
+        transport: Transport between partners, the ranks with the same index in their nodes.
         nodes: Number of nodes.
     """
 
@@ -50,27 +50,28 @@ class Exchange:
         self.nodes = nodes
 
     def describe(self, how: str) -> str:
-        """What ``add`` does, for a plan."""
+        """Return what ``add`` does, in words, for a plan."""
         steps = "all-gather" if how == WHOLE else "all-to-all and all-gather"
         return f"{steps} between the nodes by {self.transport.name}"
 
     def add(self, node_sum: torch.Tensor, total: torch.Tensor, how: str) -> None:
-        """Puts the sum over the nodes into ``total``, bitwise the same on all of them.
+        """Compute the sum over the nodes into ``total``, bitwise equal on all nodes.
 
         Args:
-            node_sum: [elements] of bfloat16, float16 or float32, as many on all nodes, at least one; of this node.
-            total: Like ``node_sum``; it may be ``node_sum``.
-            how: One of ``node_rows.EXCHANGES``, the same on all nodes. The sum does not depend on it.
+            node_sum: [elements], sum of this node: bfloat16, float16 or float32, at least one element, as many on all
+                nodes.
+            total: Like ``node_sum``; may be ``node_sum``.
+            how: One of ``node_rows.EXCHANGES``, equal on all nodes. The result does not depend on it.
 
         Raises:
-            RuntimeError: As of the transport.
+            RuntimeError: The transport failed.
         """
         if how == WHOLE:
             parts = node_sum.new_empty(self.nodes, node_sum.numel())
             self.gather(parts, node_sum)
             sum_in_order(parts, total)
             return
-        # Pieces of whole lines; what is beyond the end in the last ones is summed, and dropped.
+        # Pieces consist of whole lines. The padding at the end is summed too, and dropped.
         count, in_line = node_sum.numel(), _LINE_BYTES // node_sum.element_size()
         piece = -(-count // (self.nodes * in_line)) * in_line
         whole = piece * self.nodes
@@ -87,15 +88,15 @@ class Exchange:
             total.copy_(gathered[:count])
 
     def gather(self, out: torch.Tensor, x: torch.Tensor) -> None:
-        """All-gather of contiguous tensors of any dtype, as of ``Transport.all_gather``."""
+        """All-gather contiguous tensors of any dtype, see ``Transport.all_gather``."""
         self.transport.all_gather(_as_bytes(out), _as_bytes(x))
 
     def scatter(self, out: torch.Tensor, x: torch.Tensor, mine: int, sizes: list[int]) -> None:
-        """All-to-all of contiguous tensors of any dtype: each node gets its piece of ``x``.
+        """All-to-all of contiguous tensors of any dtype: each node receives its piece of ``x``.
 
         Args:
-            out: The pieces from all nodes for this one.
-            x: The pieces for all nodes.
+            out: Pieces from all nodes for this node.
+            x: Pieces for all nodes.
             mine: Elements of a piece for this node.
             sizes: Elements of the piece for each node.
         """
@@ -114,11 +115,11 @@ _DIGEST = 8
 
 
 class Agreement:
-    """Comparison of calls between the nodes; kernels compare calls within a node alone. Each comparison is an exchange
-    for which the host waits.
+    """Comparison of calls between nodes. Kernels compare calls within a node only. Each comparison is an exchange that
+    blocks the host.
 
     Args:
-        transport: Connection of the ranks with the same place in their nodes.
+        transport: Transport between partners.
         topology: Nodes of all ranks.
         device: Device of the communicator.
     """
@@ -129,13 +130,14 @@ class Agreement:
         self._device = device
 
     def differences(self, call: str) -> str:
-        """What each partner calls, in words, if not all call the same; else "", as in a capture, where nothing runs.
+        """Return the calls of all partners in words if they differ; otherwise "". Always "" in a capture, where nothing
+        runs.
 
         Args:
-            call: What this rank calls, with everything in which calls can differ.
+            call: Call of this rank, with everything in which calls can differ.
 
         Raises:
-            RuntimeError: As of the transport.
+            RuntimeError: The transport failed.
         """
         if is_capturing(self._device):
             return ""

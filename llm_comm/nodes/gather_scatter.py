@@ -1,7 +1,8 @@
 """All-gather and reduce-scatter over nodes.
 
-All-gather: each part goes to the ranks with the same place in their nodes, and from there to all ranks of each node.
-Reduce-scatter: each rank gets the node sums of its own part and of its partners' parts; partners exchange and add them.
+All-gather: partners, the ranks with the same index in their nodes, exchange their shards. Then each node gathers them.
+Reduce-scatter: each rank receives the node sums of its own shard and of its partners' shards. Partners then exchange
+and sum these.
 """
 
 from __future__ import annotations
@@ -24,12 +25,13 @@ from llm_comm.runtime.core_handle import CoreHandle
 
 
 class Rows:
-    """Parts of a contiguous tensor in rank order, and in place order.
+    """Shards of a contiguous tensor in rank order, and in place order.
 
-    Place order: the ranks of all nodes with the first place in their nodes, then those with the second, and so on.
+    The place of a rank is its index in its node. Place order: the ranks with place 0 of all nodes, then those with
+    place 1, and so on.
 
     Args:
-        parts: How the tensor is divided among the ranks along a dimension.
+        parts: Division of the tensor among the ranks along a dimension.
         topology: Nodes of all ranks.
         scale: Copied units in each element that ``parts`` counts.
     """
@@ -40,37 +42,38 @@ class Rows:
         self._nodes = topology.nodes
         places = len(topology.nodes[0])
         in_blocks = all(ranks == tuple(range(n * places, (n + 1) * places)) for n, ranks in enumerate(topology.nodes))
-        # Where parts are alike, and the ranks of a node stand together, one strided copy does.
+        # With equal shards and contiguous ranks in each node, one strided copy suffices.
         self._is_regular = in_blocks and len(set(parts.row_sizes)) == 1
 
     @property
     def whole(self) -> int:
-        """Elements of the tensor."""
+        """Number of elements of the tensor."""
         return self._rows * sum(self._sizes)
 
     def of(self, rank: int) -> int:
-        """Elements of the part of a rank."""
+        """Return the number of elements of a rank's shard."""
         return self._rows * self._sizes[rank]
 
     def put_in_rank_order(self, by_place: torch.Tensor, room: Sequence[int], whole: torch.Tensor) -> None:
-        """Copies parts to where they belong.
+        """Copy shards from place order to rank order.
 
         Args:
-            by_place: [elements]: the parts, each in a space of so many elements as ``room`` says of its place.
-            whole: [elements]: where they go.
+            by_place: [elements]: shards in place order, each in a slot of ``room[place]`` elements.
+            room: Elements of a slot, by place.
+            whole: [elements]: output in rank order.
         """
         for of_whole, part in self._pairs(whole, by_place, room):
             of_whole.copy_(part)
 
     def put_by_place(self, whole: torch.Tensor, by_place: torch.Tensor) -> None:
-        """Copies the parts of ``whole`` one behind the other into ``by_place``, of as many elements."""
+        """Copy the shards of ``whole`` to ``by_place`` in place order, without gaps."""
         for of_whole, part in self._pairs(whole, by_place, None):
             part.copy_(of_whole)
 
     def _pairs(
         self, whole: torch.Tensor, by_place: torch.Tensor, room: Sequence[int] | None
     ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        """Views of both, of equal shapes, that hold the same elements."""
+        """Yield pairs of views, of equal shapes, with the same elements of both tensors."""
         if self._is_regular:
             nodes, places = len(self._nodes), len(self._nodes[0])
             part = (self._rows, self._sizes[0])
@@ -88,12 +91,12 @@ class Rows:
                 at += self.of(rank) if room is None else room[place]
 
 
-# What elements are copied as, by their bytes: whatever they are, their bits stay.
+# Integer types for copies, by element size: a copy of integers changes no bit.
 _UNITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.int64}
 
 
 class AllGatherOverNodes(AllGather):
-    """All-gathers of one communicator; arguments as of ``AllReduceOverNodes``."""
+    """All-gather of one communicator over several nodes; arguments as in ``AllReduceOverNodes``."""
 
     def __init__(self, handle: CoreHandle, planner: Planner, hierarchy: Hierarchy) -> None:
         super().__init__(handle, planner, hierarchy.topology.rank)
@@ -110,7 +113,7 @@ class AllGatherOverNodes(AllGather):
         in_node, topology = hierarchy.in_node, hierarchy.topology
         unit = _UNITS[dtype.itemsize]
         rows = Rows(parts, topology, dtype.itemsize // unit.itemsize)
-        # The parts of a place, one of each node, get as much room as the longest of them needs.
+        # Each slot of a place has the size of its largest shard over the nodes.
         room = [max(rows.of(ranks[place]) for ranks in topology.nodes) for place in range(in_node.ranks)]
         phases: list[Layout | str] = [f"all-gather between the nodes by {hierarchy.exchange.transport.name}"]
         gather = None
@@ -135,7 +138,7 @@ class AllGatherOverNodes(AllGather):
 
         def run(x: int, out: int, stream: int) -> bool:
             of_place = hierarchy.empty(nodes * own_room, unit)
-            if own_room:  # as on the other nodes
+            if own_room:  # room is equal on all nodes, so all skip an empty exchange
                 part = bytes_at(x, own * unit.itemsize, hierarchy.device).view(unit)
                 if own < own_room:
                     padded = hierarchy.empty(own_room, unit)
@@ -157,7 +160,7 @@ class AllGatherOverNodes(AllGather):
 
 
 class ReduceScatterOverNodes(ReduceScatter):
-    """Reduce-scatters of one communicator; arguments as of ``AllReduceOverNodes``."""
+    """Reduce-scatter of one communicator over several nodes; arguments as in ``AllReduceOverNodes``."""
 
     def __init__(self, handle: CoreHandle, planner: Planner, hierarchy: Hierarchy) -> None:
         super().__init__(handle, planner, hierarchy.topology.rank)
@@ -207,7 +210,7 @@ class ReduceScatterOverNodes(ReduceScatter):
                 node_sums = hierarchy.empty(sum(of_partners), dtype)
                 if not scatters(by_place.data_ptr(), address_of(node_sums), stream):
                     return False
-            if sum(of_partners):  # as on the other nodes
+            if sum(of_partners):  # the partners' sizes are known on all nodes, so all skip an empty exchange
                 parts = hierarchy.empty(hierarchy.nodes * own, dtype)
                 exchange.scatter(parts, node_sums, own, of_partners)
                 if own:

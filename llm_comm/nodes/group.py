@@ -1,4 +1,4 @@
-"""A communicator whose ranks are on several nodes: its set-up, its parts, and what it declines."""
+"""Communicator over several nodes: set-up, parts, and the calls that it declines."""
 
 from __future__ import annotations
 
@@ -28,22 +28,22 @@ from llm_comm.runtime.connect import Connected, compare, connect
 from llm_comm.runtime.core_handle import CoreHandle
 from llm_comm.runtime.rendezvous import Rendezvous
 
-#: The reason of calls that are not served between nodes.
+#: Reason why calls are not served over several nodes.
 WHY = "works only within a node, and the ranks are on several"
 
 
-# A message that is served as a whole is served within the node too, whatever the parts there are.
+# The size limit applies to whole calls. Their in-node phases are never declined for size.
 _EVERY_SIZE = 1 << 60
 
 
 class MultiNodeGroup:
-    """The parts of a communicator over several nodes.
+    """Parts of a communicator over several nodes.
 
     Args:
-        topology: Of its ranks.
-        connected: The ranks of this node.
-        transport: Between nodes.
-        node_watch: Listens to the other nodes. Started.
+        topology: Topology of its ranks.
+        connected: Connection of the ranks of this node.
+        transport: Transport between nodes.
+        node_watch: Watch over the other nodes; started by this constructor.
         config: Options of the communicator.
     """
 
@@ -59,7 +59,7 @@ class MultiNodeGroup:
         world = sum(map(len, topology.nodes))
         self.handle = handle
         self.memory_kind = connected.memory_kind
-        #: Of all ranks: for what a call is to compute as a whole.
+        #: Planner for all ranks: plans calls as a whole.
         self.planner = Planner(world, planner.table, config, planner.limits, planner.multicast)
         self._places = planner.world_size
         self._in_node = Planner(
@@ -74,7 +74,7 @@ class MultiNodeGroup:
         self._watch = node_watch
         in_node = InNode(handle, self._in_node, topology.place)
         exchange = Exchange(transport, len(topology.nodes))
-        # As kernels do within a node.
+        # as kernels do within a node
         compares = config.debug or handle.device.type == "cpu"
         agreement = Agreement(transport, topology, handle.device) if compares else None
         rows = self._rows_of(planner.table)
@@ -85,7 +85,7 @@ class MultiNodeGroup:
     def operations(
         self,
     ) -> tuple[AllReduceOverNodes, AllReduceAddRmsNormOverNodes, AllGatherOverNodes, ReduceScatterOverNodes]:
-        """The operations between the ranks of the communicator."""
+        """Return the operations over all ranks of the communicator."""
         common = (self.handle, self.planner, self._hierarchy)
         return (
             AllReduceOverNodes(*common),
@@ -95,10 +95,10 @@ class MultiNodeGroup:
         )
 
     def use_table(self, table: TuningTable) -> TuningTable:
-        """Selects by a tuning table, which is of the ranks of one node, within the nodes and between them.
+        """Select by a tuning table, whose rows are for the ranks of one node, within nodes and between them.
 
         Returns:
-            What it is for calls as a whole: with another bound of messages.
+            The table for whole calls, with the size limit that holds over several nodes.
         """
         self._in_node.table = table
         self._hierarchy.rows = rows = self._rows_of(table)
@@ -106,33 +106,33 @@ class MultiNodeGroup:
 
     @property
     def table(self) -> TuningTable:
-        """That of the ranks of one node."""
+        """Tuning table for the ranks of one node."""
         return self._in_node.table
 
     def _rows_of(self, table: TuningTable) -> NodeRows:
         return rows_for(table.nodes, table.name, self.nodes, self._places)
 
     def describe(self) -> str:
-        """For the log: "2 nodes of 4 ranks, NCCL between them"."""
+        """Return the nodes in words for the log: "2 nodes of 4 ranks, NCCL between them"."""
         nodes = self._topology.nodes
         return f"{len(nodes)} nodes of {len(nodes[0])} ranks, {self._transport.name} between them"
 
     @property
     def nodes(self) -> int:
-        """How many there are."""
+        """Number of nodes."""
         return len(self._topology.nodes)
 
     @property
     def place(self) -> int:
-        """Of this rank in its node."""
+        """Rank of this process in its node."""
         return self._topology.place
 
     @contextlib.contextmanager
     def closing(self) -> Iterator[None]:
-        """End the operations between the nodes; the handle is closed within. Every rank calls it.
+        """End the operations between nodes; the caller closes the handle inside the block. Every rank must call this.
 
-        A call of another thread ends first. Before the handle is closed the other nodes hear what there is to tell; the
-        connections end last.
+        The block begins after a call of another thread has ended, and after failures were reported to the other nodes.
+        The connections are closed at its end.
         """
         with self._hierarchy.turn:
             self._watch.stop()
@@ -143,13 +143,13 @@ class MultiNodeGroup:
 
 
 def set_up(rendezvous: Rendezvous, topology: Topology, device: torch.device, config: Config) -> MultiNodeGroup:
-    """Compares the ranks of the group, connects those of each node, and makes what is between the nodes. Collective.
+    """Compare the ranks of the group, connect those of each node, and connect the nodes. Collective.
 
     Raises:
-        ConfigError: An option or a tuning table cannot be used. Raised on all ranks alike.
-        RendezvousError: The ranks do not fit together, or a step has failed on one. Raised on all ranks alike.
+        ConfigError: An option or tuning table cannot be used. Raised on all ranks alike.
+        RendezvousError: The ranks do not fit together, or a step failed on one. Raised on all ranks alike.
     """
-    # The sums of the switch have an order of their own, which nodes would not have in common.
+    # The switch sums in an undefined order, so node sums would not be reproducible.
     config = config.replace(multicast="0")
     compared = compare(rendezvous, device, config, len(topology.ranks_here))
     if config.dsl is not None:
@@ -159,7 +159,7 @@ def set_up(rendezvous: Rendezvous, topology: Topology, device: torch.device, con
         )
     kind = kind_of_transport(config, device, len(topology.nodes))
     name = rendezvous.gather("name of the communicator", secrets.token_hex(8))[0]
-    # Half of the time limit: a rank at which a step has failed already waits in the vote, for as long as that.
+    # Half of the time limit: a rank that failed early waits in the next vote for timeout_s only.
     limit_s = config.timeout_s / 2
     store = rendezvous.attempt("store of the nodes", lambda: store_of(rendezvous.group, name, limit_s))
     here = NodeRendezvous(rendezvous, topology)
@@ -209,7 +209,7 @@ def _connect_partners(
 
 
 def _try(transport: Transport, topology: Topology, device: torch.device, timeout_s: float) -> None:
-    """Connects all pairs of partners, which NCCL would not do in a capture, and sees that data comes through."""
+    """Connect all pairs of partners, which NCCL cannot do in a capture, and check that data arrives."""
     nodes, node = len(topology.nodes), topology.node
     own = torch.full((nodes,), node, dtype=torch.uint8, device=device)
     gathered = torch.empty(nodes * nodes, dtype=torch.uint8, device=device)
@@ -224,7 +224,7 @@ def _try(transport: Transport, topology: Topology, device: torch.device, timeout
 
 
 def _wait(device: torch.device, timeout_s: float) -> None:
-    """Until the device has done what is enqueued on its current stream."""
+    """Wait until the device has executed what is enqueued on its current stream."""
     with torch.cuda.device(device):
         done = torch.cuda.Event()
         done.record()

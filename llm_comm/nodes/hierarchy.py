@@ -1,4 +1,4 @@
-"""Parts that the hierarchical operations of a communicator have in common, and how a failure between nodes ends it."""
+"""Common parts of the hierarchical operations of a communicator, and the handling of failures between nodes."""
 
 from __future__ import annotations
 
@@ -23,15 +23,15 @@ from llm_comm.runtime.status import RankError, fit
 
 
 class SideStream:
-    """Stream beside the one of the calls: chunks are exchanged on it while the node works on others. On emulated GPUs,
-    where a call returns when it is done, everything runs in the order in which it is enqueued.
+    """Side stream on which chunks are exchanged while the node processes other chunks. On emulated GPUs, where calls
+    are synchronous, everything runs in the order of the calls.
 
-    CUDA graphs capture what is on it: it begins behind the current stream, and ends before ``joined`` does. Kernels of
-    the node and of NCCL run at the same time then. Neither keeps the other from ending: NCCL leaves multiprocessors
-    free, so blocks of the node's kernels always start; and what those wait for is in their node alone.
+    CUDA graphs capture the side stream: its work begins after an event of the current stream, and ``joined`` makes the
+    current stream wait for it. Kernels of the node and of NCCL run concurrently and cannot deadlock: NCCL leaves SMs
+    free, so blocks of the node's kernels always start, and these kernels wait only for ranks of their node.
 
     Args:
-        device: Of the communicator.
+        device: Device of the communicator.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -41,21 +41,21 @@ class SideStream:
 
     @contextlib.contextmanager
     def joined(self) -> Iterator[None]:
-        """At its end, also by an exception, the current stream waits for all that is on this one: buffers may be given
-        back then."""
+        """At the end of the block, also after an exception, make the current stream wait for this stream. Buffers may
+        be freed after that."""
         self._has_begun = False
         try:
             yield
         finally:
-            # A stream on which nothing has begun is in no capture, which must not wait for it.
+            # If nothing was enqueued, the stream is not part of the capture, and waiting for it would be an error.
             if self._stream is not None and self._has_begun:
                 torch.cuda.current_stream(self._device).wait_stream(self._stream)
 
     def behind(self, enqueue: Callable[[], None]) -> Callable[[], None]:
-        """Enqueues on this stream, behind what is on the current one so far.
+        """Call ``enqueue`` on this stream, after the work enqueued on the current stream so far.
 
         Returns:
-            What has the current stream wait until that is done.
+            Function that makes the current stream wait for that work.
         """
         if self._stream is None:
             enqueue()
@@ -70,17 +70,17 @@ class SideStream:
 
 
 def _nothing() -> None:
-    """It is done."""
+    """Wait for nothing: the work was synchronous."""
 
 
-#: No other stream, on any device.
+#: Stands for the absence of a side stream, on any device.
 IN_ORDER = SideStream(torch.device("cpu"))
 
 
-#: Of the paper: a phase in the node, one between nodes, one in the node.
+#: Two-phase hierarchical algorithm of the MSCCL++ paper: a phase in the node, one between nodes, one in the node.
 ALGORITHM = "2PH"
 
-#: Takes the addresses of the buffers, and a stream. False: the communicator has failed.
+#: Takes buffer addresses and a stream. Returns False if the communicator has failed.
 Run = Callable[..., bool]
 
 
@@ -89,12 +89,12 @@ class Hierarchy:
 
     Args:
         handle: Handle of its core.
-        topology: Of its ranks.
+        topology: Topology of its ranks.
         in_node: Calls within the node.
-        exchange: Between the nodes.
-        rows: How calls go between them; others may be put in their place.
-        hears: Whether another rank knows of a failure, at which the communicator has ended then.
-        agreement: Compares calls before they run; None: nobody does.
+        exchange: Exchange between nodes.
+        rows: Table rows for the exchange; may be replaced.
+        hears: Returns whether another rank has reported a failure. This communicator has then ended.
+        agreement: Compares calls before they run; None: no comparison.
     """
 
     def __init__(
@@ -113,8 +113,8 @@ class Hierarchy:
         self.exchange = exchange
         self.rows = rows
         self.side = SideStream(handle.device)
-        #: Held for the whole length of an operation: of its phases none may lie between those of another one. A thread
-        #: takes it again where a signal handler that interrupts an operation closes the communicator.
+        #: Held during a whole operation: phases of two operations must not interleave. Reentrant, because a signal
+        #: handler that interrupts an operation may close the communicator.
         self.turn = threading.RLock()
         self._is_in_call = False
         self._hears = hears
@@ -123,15 +123,16 @@ class Hierarchy:
 
     @property
     def nodes(self) -> int:
-        """How many there are."""
+        """Number of nodes."""
         return len(self.topology.nodes)
 
     def without_phases(self, problem: Problem, planner: Planner, why_not: str = "") -> Layout | None:
-        """The layout of a call that is declined or has nothing to do; None for any other call.
+        """Return the layout of a call that is declined or has nothing to do; None for any other call.
 
         Args:
+            problem: Computation of the call.
             planner: Planner for the ranks of all nodes.
-            why_not: A reason to decline the call that the planner does not know.
+            why_not: Further reason to decline, or "".
         """
         operation, nbytes = problem.operation, problem.message_bytes()
         why = why_not_served(problem, planner.table, planner.config) or why_not
@@ -150,17 +151,18 @@ class Hierarchy:
         phases: list[Layout | str],
         make: Callable[[_core.Counter], Run],
     ) -> Layout:
-        """The layout of a call.
+        """Return the layout of a call.
 
         Args:
-            message_bytes: As of ``Plan``.
+            operation: Name of the operation.
+            message_bytes: ``Plan.message_bytes``.
             what: Everything in which calls of the operation can differ, in words.
-            phases: Calls within the node, and in words those between nodes, in their order.
-            make: Makes what runs the call, and counts it.
+            phases: Phases in order: layouts of calls within the node, and descriptions of exchanges.
+            make: Returns a function that runs the call and counts it.
         """
         words = [phase if isinstance(phase, str) else _in_words(phase.plan) for phase in phases]
         within = [phase.plan for phase in phases if isinstance(phase, Layout)]
-        # What works by rows says most of a call.
+        # The plan with rows has the most informative parameters.
         first = next((plan for plan in within if plan.row), within[0] if within else None)
         reason = f"{self.nodes} nodes of {self.in_node.ranks}: {', '.join(words)}"
         plan = Plan(
@@ -183,17 +185,17 @@ class Hierarchy:
         )
 
     def between(self, row: NodeRow, chunks: int = 1) -> str:
-        """What goes between the nodes by a row of ``rows``, in words, and who says so."""
+        """Return the exchange of a row in words, with the origin of the row."""
         in_chunks = f" in {chunks} chunks" if chunks > 1 else ""
         return f"{self.exchange.describe(row.exchange)}{in_chunks} ({self.rows.origin})"
 
     def empty(self, count: int, dtype: torch.dtype) -> torch.Tensor:
-        """A new buffer."""
+        """Return a new buffer."""
         return torch.empty(count, dtype=dtype, device=self.device)
 
     def _guarded(self, operation: str, call: str, run: Run) -> Run:
         def guarded(*of_call: int) -> bool:
-            self._handle.check_open()  # before the lock: in a forked child nobody may be there to give it back
+            self._handle.check_open()  # before the lock: in a forked child, no thread exists that could release it
             with self.turn:
                 if self._is_in_call:
                     raise RuntimeError(
@@ -209,11 +211,12 @@ class Hierarchy:
         return guarded
 
     def _in_turn(self, operation: str, call: str, run: Callable[[], bool]) -> bool:
-        """Runs a call, while this thread has the turn."""
+        """Run a call. This thread holds ``turn``."""
         try:
-            # Where the first phase is between nodes, nothing else would notice: partners may be at another call.
+            # Check first: if the first phase is an exchange, no kernel would notice a failure, and the partners may be
+            # at another call.
             self._handle.check()
-        except CommunicatorError:  # told by whoever called
+        except CommunicatorError:  # reported by the caller
             return False
         try:
             differences = "" if self._agreement is None else self._agreement.differences(call)
@@ -221,14 +224,15 @@ class Hierarchy:
                 self._end_for_mismatch(differences)
                 return False
             return run()
-        except (UnsupportedInputError, ValueError):  # of this call, on all ranks alike
+        except (UnsupportedInputError, ValueError):  # declined on all ranks alike
             raise
-        except CommunicatorError:  # it is known already
+        except CommunicatorError:  # already known
             return False
         except RuntimeError as error:
             self._fail(operation, error)
             return False
-        except BaseException as error:  # such as KeyboardInterrupt: the others are in phases that this rank never joins
+        # such as KeyboardInterrupt: other ranks are in phases that this rank never joins
+        except BaseException as error:
             self._handle.fail(f"{type(error).__name__} interrupted {operation}")
             raise
 
@@ -242,7 +246,7 @@ class Hierarchy:
         self._handle.end_with(RankError(MismatchError.__name__, fit(text), brief, topology.rank, topology.others[0]))
 
     def _fail(self, operation: str, error: RuntimeError) -> None:
-        """Ends the communicator because the transport has failed, unless another rank knows better."""
+        """End the communicator because the transport failed, unless another rank has reported a cause."""
         if self._hears():
             return
         where = f"in a hierarchical {operation}"
@@ -250,7 +254,7 @@ class Hierarchy:
 
 
 def _first_line(error: Exception) -> str:
-    """What gloo and NCCL say, without their advice."""
+    """Return the first line of a message of gloo or NCCL, without their generic advice."""
     lines = str(error).partition(". This is typically caused by")[0].strip().splitlines()
     return lines[0] if lines else type(error).__name__
 

@@ -1,4 +1,4 @@
-"""Phases of a hierarchical operation within a node, and the device memory that they work on."""
+"""In-node phases of hierarchical operations, and access to the device memory that they use."""
 
 from __future__ import annotations
 
@@ -16,22 +16,22 @@ from llm_comm.runtime.core_handle import CoreHandle
 
 
 class _OnDevice:
-    """What torch takes for an array of a GPU."""
+    """Minimal array object through which torch wraps GPU memory."""
 
     def __init__(self, address: int, nbytes: int) -> None:
         self.__cuda_array_interface__ = {"shape": (nbytes,), "typestr": "|u1", "data": (address, False), "version": 2}
 
 
 def bytes_at(address: int, nbytes: int, device: torch.device) -> torch.Tensor:
-    """A tensor [nbytes] of uint8 over memory that whoever calls keeps.
+    """Return a tensor [nbytes] of uint8 over existing memory. The caller keeps the memory alive.
 
     Args:
-        address: Of the first byte.
-        nbytes: 0 is an empty tensor.
-        device: That has the memory.
+        address: Address of the first byte.
+        nbytes: Size; 0 gives an empty tensor.
+        device: Device of the memory.
 
     Raises:
-        ValueError: The address is 0: it is that of a fake tensor, say.
+        ValueError: The address is 0, as for a fake tensor.
     """
     if nbytes == 0:
         return torch.empty(0, dtype=torch.uint8, device=device)
@@ -43,17 +43,17 @@ def bytes_at(address: int, nbytes: int, device: torch.device) -> torch.Tensor:
         return torch.as_tensor(_OnDevice(address, nbytes), device=device)
 
 
-# An address that no kernel uses: it is of no element.
+# Non-zero address for an empty tensor. No kernel accesses it, since the tensor has no element.
 _SPARE = 16
 
 
 class InNode:
-    """Calls of one communicator within a node: all-gathers and reduce-scatters of flat tensors, and norms.
+    """Calls of one communicator within a node: all-gather and reduce-scatter of flat tensors, and fused norms.
 
     Args:
-        handle: Of the core that is connected within the node.
-        planner: For the ranks of the node; it declines no size.
-        place: Of this rank in its node.
+        handle: Handle of the core that connects the ranks of this node.
+        planner: Planner for the ranks of the node; it declines no size.
+        place: Rank of this process in its node.
     """
 
     def __init__(self, handle: CoreHandle, planner: Planner, place: int) -> None:
@@ -63,20 +63,20 @@ class InNode:
         self.ranks = planner.world_size
 
     def scatters(self, sizes: Sequence[int], data_type: str) -> Layout:
-        """A reduce-scatter of a flat tensor: so many elements for each place, not all 0."""
+        """Plan a reduce-scatter of a flat tensor into ``sizes`` elements by place, not all 0."""
         return self._lay_out(REDUCE_SCATTER, sizes, data_type)
 
     def gathers(self, sizes: Sequence[int]) -> Layout:
-        """An all-gather of so many bytes from each place, not all 0."""
+        """Plan an all-gather of ``sizes`` bytes by place, not all 0."""
         return self._lay_out(ALL_GATHER, sizes, "byte")
 
     def norms(self, count: int, row: int, data_type: str, parameters: tuple[float, ...]) -> Layout:
-        """An all-reduce + residual add + RMSNorm of so many elements; ``parameters`` are the operation's own."""
+        """Plan an all-reduce + residual add + RMSNorm of ``count`` elements. ``parameters``: those of the operation."""
         return self.planner.lay_out(FUSED, count, row, data_type, parameters)
 
     def prepare(self, layout: Layout, counter: _core.Counter | None = None) -> Callable[..., bool]:
-        """What takes the addresses of the buffers, and a stream. False: the communicator has failed. ``counter`` counts
-        the calls."""
+        """Return a function that takes buffer addresses and a stream. It returns False if the communicator has failed.
+        ``counter`` counts the calls."""
         assert layout.launches is not None
         call: Callable[..., bool] = self._handle.core().prepare(*layout.launches, None, counter, None)
         return call
@@ -86,13 +86,15 @@ class InNode:
 
 
 def address_of(buffer: torch.Tensor) -> int:
-    """Of a buffer for ``InNode.prepare``, which may be empty, and has no address then."""
+    """Return the address of a buffer for ``InNode.prepare``. An empty buffer, which has none, gets a placeholder."""
     return buffer.data_ptr() or _SPARE
 
 
 def chunks(count: int, chunk_bytes: int, places: int, itemsize: int) -> list[int]:
-    """Elements of each chunk of a message, alike but for the last: of whole lines for each place, so that slices are
-    alike too. One where ``chunk_bytes`` is 0."""
+    """Return the elements of each chunk of a message; one chunk if ``chunk_bytes`` is 0.
+
+    Chunks are equal except for the last. They have whole lines for each place, so that slices are equal too.
+    """
     if chunk_bytes == 0:
         return [count]
     step = math.lcm(16, itemsize) // itemsize * places
@@ -101,7 +103,7 @@ def chunks(count: int, chunk_bytes: int, places: int, itemsize: int) -> list[int
 
 
 def slices(count: int, places: int, itemsize: int) -> list[int]:
-    """How many of ``count`` elements the rank of each place has: alike, of whole lines but for the last."""
+    """Return how many of ``count`` elements each place owns: equal slices of whole lines, except for the last ones."""
     in_line = math.lcm(16, itemsize) // itemsize
     slice_ = -(-count // (places * in_line)) * in_line
     return [min(slice_, max(0, count - place * slice_)) for place in range(places)]

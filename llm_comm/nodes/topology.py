@@ -1,4 +1,4 @@
-"""Which ranks of a group are on which node, and the set-up steps of a node's ranks in step with the other nodes."""
+"""Topology: which ranks of a group are on which node; and the rendezvous of one node's ranks."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from llm_comm.runtime.rendezvous import Failure, Rendezvous, host_identity
 
 @dataclass(frozen=True)
 class Topology:
-    """Nodes of a group whose ranks are on several, as many on each, and the place of this rank.
+    """Nodes of a group over several nodes with equally many ranks, and this rank's position.
 
     Attributes:
-        nodes: The ranks of each node in ascending order. Nodes are in the order of their first ranks.
-        hosts: Names of the nodes for messages: ``Config.node``, else that of the host.
-        rank: Of this process in the group.
+        nodes: Ranks of each node in ascending order. Nodes are in the order of their first ranks.
+        hosts: Names of the nodes for messages: ``Config.node``, or the host name.
+        rank: Rank of this process in the group.
         names: Names of the ranks for errors, with their nodes.
     """
 
@@ -32,40 +32,40 @@ class Topology:
 
     @property
     def node(self) -> int:
-        """Node of this rank."""
+        """Index of this rank's node."""
         return next(node for node, ranks in enumerate(self.nodes) if self.rank in ranks)
 
     @property
     def place(self) -> int:
-        """Place of this rank among the ranks of its node."""
+        """Index of this rank among the ranks of its node."""
         return self.ranks_here.index(self.rank)
 
     @property
     def ranks_here(self) -> tuple[int, ...]:
-        """The ranks of this node."""
+        """Ranks of this node."""
         return self.nodes[self.node]
 
     @property
     def partners(self) -> tuple[int, ...]:
-        """The ranks that have the same place in their nodes as this one has, itself among them, by node."""
+        """Ranks with the same place in their nodes, this rank included, by node."""
         return tuple(ranks[self.place] for ranks in self.nodes)
 
     def by_place(self) -> list[int]:
-        """All ranks, those of the first place in each node before those of the second."""
+        """Return all ranks in place order: place 0 of all nodes, then place 1, and so on."""
         return [ranks[place] for place in range(len(self.nodes[0])) for ranks in self.nodes]
 
     @property
     def others(self) -> tuple[int, ...]:
-        """The partners but this rank."""
+        """Partners except this rank."""
         return tuple(rank for rank in self.partners if rank != self.rank)
 
 
 def find_topology(rendezvous: Rendezvous, config: Config) -> Topology | None:
-    """Which ranks are on which node; None where all are on one. Collective.
+    """Determine which ranks are on which node; None if all are on one. Collective.
 
     Raises:
-        RendezvousError: Nodes have different numbers of ranks, or one has too many; ``Config.node`` is given on some
-            ranks alone, or the same on different machines. Raised on all ranks alike.
+        RendezvousError: Nodes have different numbers of ranks, or one has too many; ``Config.node`` is set on some
+            ranks only, or equal on different machines. Raised on all ranks alike.
     """
     said = rendezvous.collect(
         "comparison of nodes", lambda: {**host_identity(), "pid": os.getpid(), "node": config.node}
@@ -78,7 +78,7 @@ def find_topology(rendezvous: Rendezvous, config: Config) -> Topology | None:
 
 
 def topology_of(said: Sequence[dict[str, Any]], rank: int, names: RankNames) -> Topology | None:
-    """Which ranks are on which node, from what each rank has said: ``host``, ``boot_id`` and ``node``."""
+    """Compute the topology from the ``host``, ``boot_id`` and ``node`` of each rank."""
     unnamed = [i for i, each in enumerate(said) if each["node"] is None]
     if 0 < len(unnamed) < len(said):
         named = (f"{names.full(i)}: {each['node']!r}" for i, each in enumerate(said) if each["node"] is not None)
@@ -125,8 +125,10 @@ def _host(said: dict[str, Any]) -> str:
 
 
 class NodeRendezvous(Rendezvous):
-    """Rendezvous of the ranks of one node, in step with the other nodes: a failure of one rank is one of all nodes,
-    so no rank goes on and waits for operations that never come.
+    """Rendezvous of the ranks of one node. Steps run on all nodes together, and a failure of one rank is raised on all
+    nodes.
+
+    Otherwise ranks of other nodes would continue and wait for operations that never come.
 
     Args:
         everyone: Rendezvous of all ranks.

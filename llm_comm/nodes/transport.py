@@ -1,4 +1,4 @@
-"""Transports of data between nodes: NCCL and gloo behind one small interface. ``ucx.py`` has the third."""
+"""Transports of data between nodes: NCCL and gloo behind one interface. ``ucx.py`` has the third."""
 
 from __future__ import annotations
 
@@ -28,19 +28,19 @@ _kept: list[_Partners] = []
 
 
 def keep_for_graphs(partners: _Partners) -> None:
-    """Keeps it until the end of the process, and ends it then."""
+    """Keep the connections until the process ends, for graphs that may use them. Abort them then."""
     _kept.append(partners)
 
 
 @atexit.register
 def _end_all() -> None:
-    """Before the CUDA context goes, which they would hang in."""
+    """Abort before the CUDA context is destroyed: the connections would hang in it."""
     for partners in _kept:
         with contextlib.suppress(Exception):
             partners.abort()
 
 
-os.register_at_fork(after_in_child=lambda: atexit.unregister(_end_all))  # the partners are the parent's
+os.register_at_fork(after_in_child=lambda: atexit.unregister(_end_all))  # the connections belong to the parent
 
 
 _FIRST_WAIT_S, _LONGEST_WAIT_S = 20e-6, 1e-3
@@ -48,67 +48,71 @@ _CHECK_S = 0.02
 
 
 class Transport(Protocol):
-    """Between the ranks that have the same place in their nodes. All make the same calls in the same order.
+    """Transport between partners, the ranks with the same place in their nodes. All make the same calls in the same
+    order.
 
-    A rank makes one call at a time; ``look`` and ``abort`` may come beside it.
+    A rank makes one call at a time. Only ``look`` and ``abort`` may run concurrently with a call.
     """
 
-    #: For plans and messages.
+    #: Name in plans and messages.
     name: str
 
     def all_gather(self, out: torch.Tensor, x: torch.Tensor) -> None:
-        """Enqueues on the current stream: ``out`` gets the ``x`` of all nodes, in node order.
+        """Enqueue on the current stream: ``out`` receives the ``x`` of all nodes, in node order.
 
         Args:
-            out: Contiguous bytes, as many as all ``x`` have.
-            x: Contiguous bytes, as many on all nodes, at least one.
+            out: Contiguous bytes, the size of all ``x`` together.
+            x: Contiguous bytes, at least one, as many on all nodes.
 
         Raises:
-            RuntimeError: It failed, or did not end in time.
+            RuntimeError: The call failed or timed out.
         """
 
     def all_to_all(self, out: torch.Tensor, x: torch.Tensor, out_sizes: Sequence[int], in_sizes: Sequence[int]) -> None:
-        """The same: each node gets its piece of ``x``.
+        """Enqueue on the current stream: each node receives its piece of ``x``.
 
         Args:
-            out: Contiguous bytes: the pieces from all nodes, in node order.
-            x: Contiguous bytes: the pieces for all nodes, in node order.
-            out_sizes, in_sizes: Bytes of each piece.
+            out: Contiguous bytes: pieces from all nodes, in node order.
+            x: Contiguous bytes: pieces for all nodes, in node order.
+            out_sizes, in_sizes: Bytes of each piece of ``out`` and ``x``.
+
+        Raises:
+            RuntimeError: The call failed or timed out.
         """
 
     def set_limit(self, timeout_s: float) -> None:
-        """Bounds later calls, in seconds."""
+        """Set the time limit of later calls, in seconds."""
 
     def look(self) -> str:
-        """Why nothing works any more, as far as that is known without a call; "" as long as it does. Asked for now and
-        then by a thread of its own."""
+        """Return why the transport has failed, as far as this is visible without a call, or "". A thread polls this."""
 
     def abort(self) -> None:
-        """Ends what hangs, as the communicator has failed. From any thread; afterwards nothing works any more."""
+        """Abort hanging calls after the communicator has failed. Any thread may call this. The transport cannot be used
+        afterwards."""
 
     def close(self) -> None:
-        """Ends the connections, unless a CUDA graph might use them. Call it on every rank."""
+        """Close the connections, unless a CUDA graph may use them. Every rank must call this."""
 
 
 def _finish(work: dist.Work | None) -> None:
-    """Has the current stream wait for what has been enqueued; None where torch has seen to it."""
+    """Make the current stream wait for the enqueued work. None: torch has already done so."""
     if work is not None:
         work.wait()
 
 
 def kind_of_transport(config: Config, device: torch.device, nodes: int) -> str:
-    """Which transport option ``node_transport`` means here: "nccl", "gloo" or "ucx".
+    """Return the transport that option ``node_transport`` selects: "nccl", "gloo" or "ucx".
 
     Args:
-        config: Of the communicator, the same on all ranks.
-        device: Of the communicator.
-        nodes: How many there are.
+        config: Options of the communicator, equal on all ranks.
+        device: Device of the communicator.
+        nodes: Number of nodes.
 
     Raises:
-        ConfigError: It cannot be used here.
+        ConfigError: The transport cannot be used here.
     """
     kind = config.node_transport
-    # NCCL takes no two ranks of one GPU.
+    # NCCL rejects two ranks on one GPU.
     why_not_nccl = (
         "the ranks have emulated GPUs" if device.type == "cpu" else "ranks share a GPU" if config.share_gpu else ""
     )
@@ -126,12 +130,13 @@ def kind_of_transport(config: Config, device: torch.device, nodes: int) -> str:
 
 
 class StreamTransport:
-    """By NCCL, on the current stream of the device: calls return at once, and CUDA graphs capture them.
+    """NCCL on the device's current stream. Calls are asynchronous, and CUDA graphs capture them.
 
     Args:
-        store: By which the partners find each other: theirs alone.
-        node, nodes: Of this rank, and how many there are.
-        timeout_s: Bound in seconds of a call that no graph holds. torch ends the process that waits longer.
+        store: Store through which the partners connect, used by them only.
+        node: Node of this rank.
+        nodes: Number of nodes.
+        timeout_s: Time limit in seconds of a call outside of graphs. torch ends the process if a call exceeds it.
     """
 
     name = "NCCL"
@@ -163,7 +168,7 @@ class StreamTransport:
         self._partners.abort()
 
     def close(self) -> None:
-        if not self.has_been_captured:  # a graph that is replayed would use what is not there any more
+        if not self.has_been_captured:  # a replayed graph would use the closed connections
             self._partners.shutdown()
 
     def _note_capture(self) -> None:
@@ -173,12 +178,12 @@ class StreamTransport:
 
 
 class HostTransport:
-    """By gloo, on tensors of the CPU; those of a GPU go through the host's memory, which no CUDA graph captures.
+    """gloo on CPU tensors. GPU tensors are copied through host memory, which CUDA graphs cannot capture.
 
     Args:
-        store, node, nodes, timeout_s: As of ``StreamTransport``.
-        check: Raises where the communicator has failed for another reason: nothing more will come then.
-        tell: Takes whether this rank waits, once that has taken a while.
+        store, node, nodes, timeout_s: Arguments of ``StreamTransport``.
+        check: Raises if the communicator has failed for another reason, in which case no data will come.
+        tell: Called with True while this rank has waited for some time, and with False after the wait.
     """
 
     name = "gloo"
@@ -210,14 +215,14 @@ class HostTransport:
 
     def set_limit(self, timeout_s: float) -> None:
         self._timeout_s = timeout_s
-        # gloo's own limit is not to come before the one that has a message.
+        # gloo's own limit must be later than the one here, which has a useful message.
         self._open()._set_default_timeout(timedelta(seconds=2 * timeout_s))
 
     def look(self) -> str:
         return ""
 
     def abort(self) -> None:
-        """Nothing hangs: every wait here looks at ``check``."""
+        """Do nothing: every wait here polls ``check``."""
 
     def close(self) -> None:
         self._partners = None

@@ -1,4 +1,4 @@
-"""UCX between nodes: a kernel asks a proxy on the host to put data to the memory of its partners, and to signal."""
+"""UCX between nodes: a kernel asks a host proxy to put data into the partners' memory, and to signal."""
 
 from __future__ import annotations
 
@@ -15,25 +15,25 @@ from llm_comm import _core
 from llm_comm.nodes.topology import Topology
 from llm_comm.nodes.transport import keep_for_graphs
 
-#: Bytes that a block of the kernel sends to a partner at once. Host memory of a rank is 64 of them for each partner,
-#: as far as it is used. Not measured.
+#: Bytes that a block sends to a partner at once. The host memory of a rank is up to 64 times this for each partner. The
+#: value is not measured.
 PART_BYTES = 128 << 10
 
-_LATE_S = 0.02  # a call that takes longer waits for a partner
+_LATE_S = 0.02  # seconds after which a call counts as waiting for a partner
 
-# Against what UCX does to a process beside communication: it handles its signals, and changes the code of mmap.
+# Stops UCX from changing the process beyond communication: its signal handlers, and its patches of mmap.
 _QUIET = {"UCX_HANDLE_ERRORS": "none", "UCX_MEM_MMAP_HOOK_MODE": "none"}
 
 
 def load() -> str:
-    """Loads UCX, that of the package ``libucx`` (``pip install libucx-cu13``) if it is there, else that of the system,
-    and returns its version.
+    """Load UCX and return its version. The package ``libucx`` (``pip install libucx-cu13``) has precedence over the
+    system's library.
 
     Raises:
-        RuntimeError: There is none, or it is too old.
+        RuntimeError: UCX is missing or too old.
     """
     added = {name: value for name, value in _QUIET.items() if name not in os.environ}
-    os.environ.update(added)  # read once, when the library is loaded
+    os.environ.update(added)  # UCX reads these once, when it is loaded
     try:
         try:
             import libucx
@@ -48,19 +48,20 @@ def load() -> str:
 
 
 class UcxTransport:
-    """By port channels over UCX: through host memory, which kernels of a GPU write and read themselves. On a GPU calls
-    are on its current stream and return at once, and CUDA graphs capture them.
+    """Port channels over UCX, through host memory that GPU kernels read and write directly. On a GPU, calls run on its
+    current stream, are asynchronous, and can be captured in CUDA graphs.
 
     Args:
-        store: By which the partners find each other: theirs alone. Whoever can read it can write to their memory.
-        topology: Of the ranks; up to 8 nodes.
-        device: Of the communicator.
-        timeout_s: Bound in seconds of every wait.
-        tell: Takes whether this rank waits, once that has taken a while.
+        store: Store through which the partners connect, used by them only. A process that can read it can write to
+            their memory.
+        topology: Topology of the ranks; up to 8 nodes.
+        device: Device of the communicator.
+        timeout_s: Time limit in seconds of every wait.
+        tell: Called with whether this rank has been waiting for some time.
 
     Raises:
         RuntimeError: UCX is missing, or the partners cannot be reached.
-        ValueError: There are more nodes.
+        ValueError: There are too many nodes.
     """
 
     name = "UCX"
@@ -85,7 +86,7 @@ class UcxTransport:
             device=-1 if device.type == "cpu" else (device.index or 0),
         )
         self._is_kept = False
-        self._began: float | None = None  # a call that has not returned
+        self._began: float | None = None  # begin of a call in progress
         try:
             store.set(f"ucx/{self._node}", self._exchange.address().hex())
             keys = [f"ucx/{node}" for node in range(self._nodes)]
@@ -115,7 +116,7 @@ class UcxTransport:
         self._exchange.abort()
 
     def close(self) -> None:
-        if not self._is_kept:  # a graph that is replayed needs the proxy
+        if not self._is_kept:  # a replayed graph needs the proxy
             self._exchange.close()
 
     def _run(self, out: torch.Tensor, x: torch.Tensor, pieces: list[tuple[int, int, int, int]]) -> None:

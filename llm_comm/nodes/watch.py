@@ -1,9 +1,9 @@
-"""Threads by which nodes learn of each other's failures, through the store of the process group.
+"""Failure reports between nodes, through the store of the process group.
 
-Kernels wait for ranks of their node alone, and the watchdog of a communicator sees only these. A transport between
-nodes may wait without a word: NCCL in a replayed graph, for one. So a rank whose communicator fails leaves a fault
-report, at which the ranks of other nodes end theirs. The first rank of each node also gives signs of life: a node that
-is gone as a whole leaves no report.
+Kernels wait only for ranks of their node, and a communicator's watchdog sees only these. A transport between nodes may
+hang silently, such as NCCL in a replayed graph. A rank whose communicator fails therefore writes a fault report to the
+store, and the ranks of other nodes end their communicators. The first rank of each node also sends heartbeats, since a
+node that is lost as a whole writes no report.
 """
 
 from __future__ import annotations
@@ -32,21 +32,22 @@ _REPORT, _CLOSED = "report", "closed"
 _LONGEST_BEAT_S, _BEAT_SHARE = 1.0, 1 / 10
 _LONGEST_LOOK_S, _LOOK_SHARE = 0.2, 1 / 40
 _LONGEST_HEAR_S, _HEAR_SHARE = 0.5, 1 / 20
-# Of a transport that has failed without a call, before that is an error of this rank.
+# Longest time in seconds from a transport's failure until it becomes the error of this rank: a report of another rank,
+# with the cause, has precedence.
 _LONGEST_PATIENCE_S, _PATIENCE_SHARE = 2.0, 1 / 5
-# Silence of a node that is an error, as a share of the time-out; the rest is for the others to hear of it.
+# Silence of a node that counts as an error, as a share of the timeout. The rest is for notifying the other ranks.
 _SILENCE_SHARE = 0.8
 _LONGEST_STOP_S = 1.0
 
 
 def lost_partners(topology: Topology, transport: str, where: str, why: str) -> RankError:
-    """Build the error of a communicator whose partners on other nodes are lost.
+    """Build the error of a communicator that has lost its partners on other nodes.
 
     Args:
-        topology: Of the ranks.
-        transport: By which they exchange.
-        where: In what it has failed, as "in a hierarchical all_reduce"; or "".
-        why: What the transport says.
+        topology: Topology of the ranks.
+        transport: Name of the transport.
+        where: Place of the failure, such as "in a hierarchical all_reduce"; or "".
+        why: Message of the transport.
     """
     names, rank, others = topology.names, topology.rank, topology.others
     failed = f"failed {where}" if where else "failed"
@@ -60,22 +61,23 @@ def lost_partners(topology: Topology, transport: str, where: str, why: str) -> R
 
 
 class Heartbeat(threading.Thread):
-    """Connection of one rank to the store: sends and reads signs of life and the first fault report.
+    """Connection of one rank to the store: exchanges heartbeats and the first fault report.
 
-    A thread of its own, which hangs where the store cannot be reached. Other threads read its attributes at any time.
+    It is a thread of its own, because it hangs if the store is unreachable. Other threads may read its attributes at
+    any time.
 
     Args:
-        store: Store of the communicator, used by this thread alone.
+        store: Store of the communicator, used by this thread only.
         topology: Nodes of all ranks.
-        look_s: Seconds between looks.
-        timeout_s: Time-out of the communicator in seconds.
+        look_s: Seconds between polls.
+        timeout_s: Timeout of the communicator in seconds.
     """
 
     def __init__(self, store: Store, topology: Topology, look_s: float, timeout_s: float) -> None:
         super().__init__(name="llm_comm heartbeat of the nodes", daemon=True)
         self._store = store
         self._node = topology.node
-        # The first rank of each node speaks for it.
+        # The first rank of each node sends its heartbeats.
         self._is_first = topology.place == 0
         self._look_s = look_s
         self._beat_s = min(_LONGEST_BEAT_S, timeout_s * _BEAT_SHARE)
@@ -83,23 +85,23 @@ class Heartbeat(threading.Thread):
         self._next_beat = 0.0
         self._outgoing: RankError | None = None
         self._stopping = threading.Event()
-        #: The first failure of a rank of any node, once there is one.
+        #: First failure of a rank of any node, or None.
         self.report: RankError | None = None
-        #: Whether nothing is heard any more, as the store went with the process that held it.
+        #: True after the store was lost, together with the process that held it.
         self.is_lost = False
         now = time.monotonic()
-        #: Of each other node: when it gave its last sign of life; None once it has closed. For its first rank only.
+        #: Time of each other node's last heartbeat; None once it has closed. Empty except on the first rank of a node.
         self.alive_at: dict[int, float | None] = {
             node: now for node in range(len(topology.nodes)) if node != self._node and self._is_first
         }
         self._last_beats = dict.fromkeys(self.alive_at, "")
 
     def post(self, error: RankError) -> None:
-        """Leave a fault report for all ranks, unless there is one."""
+        """Send a fault report to all ranks, unless there is one already."""
         self._outgoing = error
 
     def stop(self) -> None:
-        """Says that this rank has closed its communicator, and ends, soon."""
+        """Stop the thread, within a second. The first rank of a node thereby reports that its node has closed."""
         self._stopping.set()
         if self.is_alive():
             self.join(_LONGEST_STOP_S)
@@ -120,7 +122,7 @@ class Heartbeat(threading.Thread):
             if self._is_first:
                 with contextlib.suppress(Exception):
                     self._store.set(_beat_of(self._node), _CLOSED)
-            del self._store  # and its connection, however long this object lives
+            del self._store  # also closes its connection, however long this object lives
 
     def _exchange(self) -> None:
         self._send()
@@ -132,7 +134,7 @@ class Heartbeat(threading.Thread):
 
     def _send(self) -> None:
         if self._outgoing is not None:
-            # The first report is from the rank that knows best.
+            # The first report wins: its rank is closest to the cause.
             self._store.compare_set(_REPORT, "", json.dumps(asdict(self._outgoing)))
             self._outgoing = None
 
@@ -156,8 +158,8 @@ def _beat_of(node: int) -> str:
 
 
 def store_of(group: dist.ProcessGroup, name: str, timeout_s: float) -> Store:
-    """A store for one communicator over ``group``, with a connection of its own where stores have one: waits in the
-    group's own would hold up signs of life."""
+    """Return a store for one communicator over ``group``. If possible it has its own connection: waits in the group's
+    connection would delay heartbeats."""
     shared = dist.distributed_c10d._get_process_group_store(group)
     own = shared.clone() if hasattr(shared, "clone") else shared
     own.set_timeout(timedelta(seconds=timeout_s))
@@ -168,11 +170,11 @@ class NodeWatch(threading.Thread):
     """Watch of one communicator over the other nodes, until ``stop`` or until its handle is gone.
 
     Args:
-        store: Store of this communicator, used by this object alone.
+        store: Store of this communicator, used by this object only.
         topology: Nodes of all ranks.
-        handle: Handle of the core; not kept alive.
-        transport: Aborted when the communicator has failed; not kept alive.
-        timeout_s: Bound in seconds of the silence of a node.
+        handle: Handle of the core; weakly referenced.
+        transport: Transport to abort when the communicator has failed; weakly referenced.
+        timeout_s: Timeout of the communicator in seconds. A node may be silent for 0.8 of it.
     """
 
     def __init__(
@@ -186,7 +188,7 @@ class NodeWatch(threading.Thread):
         self._look_s = min(_LONGEST_LOOK_S, timeout_s * _LOOK_SHARE)
         self._hear_s = min(_LONGEST_HEAR_S, timeout_s * _HEAR_SHARE)
         self._heartbeat = Heartbeat(store, topology, self._look_s, timeout_s)
-        # For what the culprit's own node has to say, which is more. No call of this rank waits for it.
+        # Wait for a report of the failed peer's own node, which knows more. No call of this rank is delayed by it.
         self._patience_s = min(_LONGEST_PATIENCE_S, timeout_s * _PATIENCE_SHARE)
         self._lost_at: float | None = None
         self._has_heard = threading.Event()
@@ -198,14 +200,16 @@ class NodeWatch(threading.Thread):
         super().start()
 
     def stop(self) -> None:
-        """Says that this rank has closed its communicator, and ends, soon."""
+        """Stop this thread and the heartbeat, within a second each."""
         self._stopping.set()
         if self.is_alive() and threading.current_thread() is not self:
             self.join(_LONGEST_STOP_S)
 
     def hears(self) -> bool:
-        """Whether another rank knows of a failure, at which the communicator has ended then. Waits for it a moment:
-        connections also end because those at their other ends have heard of it earlier."""
+        """Return whether another rank has reported a failure. This communicator has then ended.
+
+        Waits for a moment: a connection may have closed because the peer received the report earlier.
+        """
         return self._has_heard.wait(2 * self._look_s + self._hear_s)
 
     def run(self) -> None:
@@ -213,12 +217,12 @@ class NodeWatch(threading.Thread):
             while not self._stopping.wait(self._look_s):
                 if not self._look():
                     return
-            self._look()  # whoever closes a communicator because it has failed still tells the others
+            self._look()  # a communicator closed because of a failure must still report it
         finally:
             self._heartbeat.stop()
 
     def _look(self) -> bool:
-        """Whether there is anything left to look for."""
+        """Poll once. Return False when there is nothing left to watch."""
         handle = self._handle()
         if handle is None or not handle.is_open:
             return False
@@ -231,13 +235,13 @@ class NodeWatch(threading.Thread):
             self._has_heard.set()
         self._heartbeat.post(error)
         transport = self._transport()
-        if transport is not None:  # what waits for other nodes on this rank
-            with contextlib.suppress(Exception):  # it has ended by itself
+        if transport is not None:  # abort calls of this rank that wait for other nodes
+            with contextlib.suppress(Exception):  # already ended
                 transport.abort()
         return False
 
     def _heard(self) -> RankError | None:
-        """The failure of another rank, if there was one, as one of this rank."""
+        """Return the reported failure of another rank, as an error of this rank, or None."""
         report = self._heartbeat.report
         if report is None:
             return None
@@ -248,7 +252,8 @@ class NodeWatch(threading.Thread):
         return RankError(report.kind, fit(text), report.brief, rank, report.peer)
 
     def _silent_node(self) -> RankError | None:
-        """The error of a node of which nothing is heard for too long, though there is a store."""
+        """Return the error of a node without heartbeat for too long, or None. Without a store no node counts as
+        silent."""
         now = time.monotonic()
         for node, alive_at in self._heartbeat.alive_at.items():
             if alive_at is not None and now - alive_at > self._limit_s and not self._heartbeat.is_lost:
@@ -256,7 +261,8 @@ class NodeWatch(threading.Thread):
         return None
 
     def _lost(self) -> RankError | None:
-        """The error of a transport that has failed without a call, unless another rank has had the time to say why."""
+        """Return the error of a transport that failed outside of a call, after other ranks had time to report the
+        cause."""
         transport = self._transport()
         why = "" if transport is None else transport.look()
         if not why or transport is None:
@@ -281,11 +287,11 @@ class NodeWatch(threading.Thread):
 
 
 def _failure_of(handle: CoreHandle) -> RankError | None:
-    """Why a communicator has failed, if it has."""
+    """Return the failure of a communicator, or None."""
     try:
         handle.check()
     except CommunicatorError as error:
         return RankError(type(error).__name__, fit(str(error)), "has failed", error.rank, error.peer)
-    except RuntimeError:  # it was closed just now
+    except RuntimeError:  # closed at this moment
         return None
     return None

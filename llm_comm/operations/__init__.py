@@ -1,1 +1,1 @@
-"""The operations of a communicator, a file each, and the torch operators that compiled models call."""
+"""Operations of a communicator, one file each, and the torch operators that compiled models call."""

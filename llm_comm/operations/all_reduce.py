@@ -1,4 +1,4 @@
-"""All-reduce: its checks, what is prepared for a size, and the call itself. ``Communicator.all_reduce`` says more."""
+"""All-reduce: validation, cache of prepared calls, and launch. ``Communicator.all_reduce`` is the public interface."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from llm_comm.planning.selection import Layout
 from llm_comm.planning.tables import ALL_REDUCE
 from llm_comm.runtime.core_handle import CoreHandle
 
-# Global names cost less than attributes.
+# Global names are cheaper to look up than attributes.
 _Tensor = torch.Tensor
 _strided = torch.strided
 _is_grad_enabled = torch.is_grad_enabled
@@ -29,7 +29,7 @@ _IN_PLACE = {("out", "x"): 0}
 
 
 class AllReduce(Operation):
-    """The all-reduces of one communicator."""
+    """All-reduce of one communicator."""
 
     def __init__(self, handle: CoreHandle, planner: Planner) -> None:
         super().__init__(ALL_REDUCE, handle, planner)
@@ -42,18 +42,18 @@ class AllReduce(Operation):
         or_none: bool = False,
         before: Callable[[], object] | None = None,
     ) -> Any:
-        """The sum of a tensor that has memory of its own, now.
+        """Sum ``x`` over all ranks. ``x`` must have memory of its own: no tracer, mode or wrapper is handled here.
 
         Args:
-            x, out: As of ``Communicator.all_reduce``.
-            or_none: Return None where ``x`` is declined.
-            before: Enqueues what writes ``x``. It is called when nothing can be declined any more.
+            x, out: Arguments of ``Communicator.all_reduce``.
+            or_none: Return None if ``x`` is declined, instead of raising.
+            before: Enqueues the kernel that writes ``x``. Called once nothing can be declined any longer.
 
         Raises:
             UnsupportedInputError: ``x`` is declined, or ``out`` does not fit.
             CommunicatorError: This or an earlier call has failed.
         """
-        # Host time of a call is a bar: this path makes no Python call that it can do without.
+        # Host time of a call is measured and bounded: this path avoids every Python call that it can.
         count, dtype = x.numel(), x.dtype
         prepared = self._prepared.get((count, dtype))
         differentiates = _is_grad_enabled()
@@ -74,7 +74,7 @@ class AllReduce(Operation):
                 raise UnsupportedInputError(f"all_reduce: {found}")
             prepared = found
         try:
-            # What may not fit is looked at closely.
+            # A cheap test first. Only if it fails does _check_out find the exact reason.
             if out is not None and (
                 (
                     out is not x
@@ -99,7 +99,7 @@ class AllReduce(Operation):
             check_memory("all_reduce", x=x, out=out)
             raise
         run = prepared.run
-        if run is None:  # of one rank, or empty
+        if run is None:  # one rank, or an empty message
             self._handle.check()
             if before is not None:
                 before()
@@ -112,7 +112,7 @@ class AllReduce(Operation):
             is_enqueued = run(x.data_ptr(), total.data_ptr(), self._current_stream())
             if out is not None:
                 count_write((out,))
-        except ValueError:  # an address of 0; nothing is launched
+        except ValueError:  # an address is 0; nothing was launched
             check_memory("all_reduce", x=x, out=out)
             raise
         except RuntimeError as error:
@@ -124,14 +124,14 @@ class AllReduce(Operation):
         return total
 
     def _check_out(self, x: torch.Tensor, out: Any) -> None:
-        """Raise UnsupportedInputError unless the sum can go to ``out``."""
+        """Raise UnsupportedInputError unless the sum can be written to ``out``."""
         why = why_not_out(out, x.shape, x.dtype, self._device)
         if why:
             raise UnsupportedInputError(f"all_reduce: {why}")
         _OPERANDS.check_written(x, out, in_place=_IN_PLACE)
 
     def accepts(self, x: torch.Tensor) -> bool:
-        """Whether ``run`` serves ``x``."""
+        """Return whether ``run`` serves ``x``."""
         found = self._prepare(x)
         if isinstance(found, str):
             self._count_declined(found)
@@ -139,27 +139,29 @@ class AllReduce(Operation):
         return True
 
     def accepts_traced(self, x: torch.Tensor) -> bool:
-        """The same for torch.compile, which can trace neither the layout of a launch nor texts with sizes."""
+        """Return whether ``run`` serves ``x``, for torch.compile. It can trace neither the planning nor texts with
+        sizes."""
         is_input = arrays.is_dense_on(x, self._device) and x.dtype in self._data_types
         is_input = is_input and not (x.requires_grad and torch.is_grad_enabled())
         return is_input and self.takes(x.numel(), x.element_size())
 
     def takes(self, count: int, element_size: int) -> bool:
-        """Whether a message of a type that has kernels is not too large: what torch.compile can trace of a plan."""
+        """Return whether a message of a supported dtype is within the size limit: the part of planning that
+        torch.compile can trace."""
         nbytes, limit = count * element_size, self._planner.message_limit(ALL_REDUCE)
         return self._planner.world_size == 1 or count == 0 or nbytes <= limit
 
     def count_declined_result(self, count: int, dtype: torch.dtype) -> None:
-        """Counts that it does not take (``takes``) what is not computed yet."""
+        """Count a result that ``takes`` has declined before it was computed."""
         self._count_declined(self._layout(count, dtype).plan.reason)
 
     def plan(self, x: torch.Tensor) -> Plan:
-        """What ``run`` would do for ``x``."""
+        """Return the plan of ``run`` for ``x``."""
         found = self._prepare(x)
         return declined(ALL_REDUCE, x.numel() * x.element_size(), found) if isinstance(found, str) else found.plan
 
     def _prepare(self, x: torch.Tensor) -> Prepared | str:
-        """What to launch for ``x``, or why it is declined."""
+        """Prepare the launch for ``x``. Return the reason as text if ``x`` is declined."""
         why = self._why_not(x)
         if why:
             return why
@@ -179,5 +181,5 @@ class AllReduce(Operation):
         return self._lay_out(count, 0, dtype)
 
     def _why_not(self, x: torch.Tensor) -> str:
-        """Why ``x`` is no input whatever its size, or ""."""
+        """Return why ``x`` cannot be an input, whatever its size, or ""."""
         return why_not_operand(x, self._device) or self._why_not_type(x.dtype)

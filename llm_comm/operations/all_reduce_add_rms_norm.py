@@ -1,5 +1,7 @@
-"""All-reduce + residual add + RMSNorm (+ FP8 quantization) in one kernel, "fused" for short: its checks, what is
-prepared for a size, and the call itself. ``Communicator.all_reduce_add_rms_norm`` says more."""
+"""All-reduce + residual add + RMSNorm (+ FP8 quantization) in one kernel, "fused" for short: validation, cache, launch.
+
+``Communicator.all_reduce_add_rms_norm`` is the public interface.
+"""
 
 from __future__ import annotations
 
@@ -22,31 +24,33 @@ from llm_comm.runtime.core_handle import CoreHandle
 
 _Tensor = torch.Tensor
 _is_grad_enabled = torch.is_grad_enabled
-#: The results, and whether everything was enqueued.
+#: Results, and whether the launch was enqueued.
 _Outcome = tuple[tuple[_Tensor, ...], bool]
 
 _READS, _WRITES = ("x", "residual", "weight"), ("out", "residual_out")
 _OPERANDS = Operands(FUSED, (*_READS, "scale"), _WRITES)
-#: Where ``quantize`` makes scales.
+#: Operands in modes of ``quantize`` that compute scales.
 _MAKING_SCALES = Operands(FUSED, _READS, ("scale", *_WRITES))
-#: A thread writes what it alone has read. FP8 is smaller than what it would take the place of.
+#: Overlaps that are safe: each thread overwrites elements that it alone has read. FP8 output cannot overlap its input,
+#: since its elements are smaller.
 _IN_PLACE = {("residual_out", "residual"): 0, ("residual_out", "x"): 0}
 _IN_PLACE_UNQUANTIZED = {("out", "x"): 0, **_IN_PLACE}
 
 
 class AllReduceAddRmsNorm(Operation):
-    """The fused calls of one communicator."""
+    """Fused calls of one communicator."""
 
     def __init__(self, handle: CoreHandle, planner: Planner) -> None:
         super().__init__(FUSED, handle, planner)
-        # The row's length is no part of a message's size: without it a call would run with rows of another one.
+        # Keys: elements, row length, dtype, eps, weight_bias, quantize. The row length is separate: messages of one
+        # size can have rows of different lengths.
         self._prepared: dict[tuple[int, int, torch.dtype, float, float, str | None], Prepared] = {}
-        # By the same but eps and weight_bias, which no plan depends on: engines ask before each call whether it will be
-        # served.
+        # Plans by the same keys without eps and weight_bias, which do not affect a plan. Engines query before each
+        # call.
         self._plans: dict[tuple[int, int, torch.dtype, str | None], Plan] = {}
 
     def forget(self) -> None:
-        """Drops what is prepared and planned."""
+        """Drop prepared calls and plans."""
         super().forget()
         self._plans.clear()
 
@@ -63,20 +67,20 @@ class AllReduceAddRmsNorm(Operation):
         scale: _Tensor | None = None,
         before: Callable[[], object] | None = None,
     ) -> tuple[_Tensor, ...]:
-        """``Communicator.all_reduce_add_rms_norm`` of tensors that have memory of their own, now.
+        """Compute ``Communicator.all_reduce_add_rms_norm`` for tensors with memory of their own.
 
         Args:
-            before: Enqueues what writes ``x``. It is called when nothing can be declined any more.
+            before: Enqueues the kernel that writes ``x``. Called once nothing can be declined any longer.
 
         Raises:
-            UnsupportedInputError: Something does not fit.
+            UnsupportedInputError: An argument does not fit.
             CommunicatorError: This or an earlier call has failed.
         """
         try:
             results, enqueued = self._enqueue(
                 x, residual, weight, eps, weight_bias, out, residual_out, quantize, scale, before
             )
-        except LlmCommError:  # what does not fit, on all ranks alike
+        except LlmCommError:  # an argument does not fit, on all ranks alike
             raise
         except (RuntimeError, ValueError) as error:
             given = {"x": x, "residual": residual, "weight": weight, "scale": scale}
@@ -153,7 +157,7 @@ class AllReduceAddRmsNorm(Operation):
         return results, enqueued
 
     def accepts(self, x: _Tensor, weight: _Tensor, quantize: str | None) -> bool:
-        """Whether ``run`` serves rows like ``x``."""
+        """Return whether ``run`` serves rows like ``x``."""
         plan = self.plan(x, weight, quantize)
         if plan.algorithm != "declined":
             return True
@@ -161,7 +165,7 @@ class AllReduceAddRmsNorm(Operation):
         return False
 
     def plan(self, x: _Tensor, weight: _Tensor, quantize: str | None) -> Plan:
-        """What would run for rows like ``x``."""
+        """Return the plan of ``run`` for rows like ``x``."""
         self._handle.check_open()
         why = self._why_not_fitting(x, weight, quantize)
         if why:
@@ -174,7 +178,7 @@ class AllReduceAddRmsNorm(Operation):
         return plan
 
     def count_declined_result(self, shape: Sequence[int], dtype: torch.dtype, quantize: str | None) -> None:
-        """Counts that it does not take (``takes``) rows that are not computed yet."""
+        """Count rows that ``takes`` has declined before they were computed."""
         why = fp8.why_not(quantize, shape)
         if not why:
             why = self._layout(math.prod(shape), shape[-1], dtype, quantize).plan.reason
@@ -183,7 +187,7 @@ class AllReduceAddRmsNorm(Operation):
     def _prepare(
         self, x: _Tensor, weight: _Tensor, eps: float, weight_bias: float, quantize: str | None
     ) -> Prepared | str:
-        """What to launch, or why it is declined."""
+        """Prepare the launch. Return the reason as text if the input is declined."""
         plan = self.plan(x, weight, quantize)
         if plan.algorithm == "declined":
             return plan.reason
@@ -206,7 +210,7 @@ class AllReduceAddRmsNorm(Operation):
         return self._lay_out(count, row, dtype, epsilon=eps, quantization=code, weight_bias=weight_bias)
 
     def _fits(self, x: _Tensor, weight: _Tensor) -> bool:
-        """What a prepared call does not say: everything but sizes, type, eps, weight_bias and quantization."""
+        """Return whether the tensors fit a prepared call in the properties that are not in its cache key."""
         device = self._device
         return (
             x.device == device
@@ -242,7 +246,7 @@ class AllReduceAddRmsNorm(Operation):
         return fp8.why_not(quantize, x.shape)
 
     def accepts_traced(self, x: _Tensor, weight: _Tensor, quantize: str | None) -> bool:
-        """Whether ``plan`` declines nothing, for torch.compile, which can trace neither caches nor texts with sizes."""
+        """Return whether ``plan`` accepts, for torch.compile, which can trace neither caches nor texts with sizes."""
         self._handle.check_open()
         return (
             arrays.is_dense_on(x, self._device)
@@ -257,7 +261,8 @@ class AllReduceAddRmsNorm(Operation):
         )
 
     def takes(self, count: int, element_size: int, row: int, dimensions: int, quantize: str | None) -> bool:
-        """Whether rows of a type that has kernels fit by their sizes: what torch.compile can trace of a plan."""
+        """Return whether the sizes of rows are served, given a supported dtype: the part of planning that torch.compile
+        can trace."""
         return (
             self._planner.world_size > 1
             and self._info.takes_rows_of(row)
@@ -269,13 +274,15 @@ class AllReduceAddRmsNorm(Operation):
 def check_quantization(
     operation: str, quantize: str | None, scale: _Tensor | None, shape: Sequence[int] | None = None
 ) -> None:
-    """For calls that torch's dispatcher takes to one of several operators, and their fake results.
+    """Validate ``quantize`` and ``scale`` for calls through torch operators, and for their fake results.
 
     Args:
-        shape: Of the normed rows; None: not known yet.
+        operation: Name in the error.
+        quantize, scale: Arguments of ``all_reduce_add_rms_norm``.
+        shape: Shape of the normed rows; None if not known yet.
 
     Raises:
-        UnsupportedInputError: There is no such quantization, or ``scale`` is given without one.
+        UnsupportedInputError: The mode does not exist or does not fit ``shape``, or ``scale`` is given without a mode.
     """
     why = fp8.why_not(quantize, shape) or (_SCALE_ALONE if quantize is None and scale is not None else "")
     if why:
@@ -283,8 +290,8 @@ def check_quantization(
 
 
 def _scale_of(x: _Tensor, quantize: str, scale: _Tensor | None) -> _Tensor:
-    """``scale``, if it fits, or a new tensor for those that the call makes."""
-    why = fp8.why_not(quantize, x.shape)  # a prepared call knows no dimensions
+    """Return ``scale`` if it fits. If it is None, allocate the scales that the call computes."""
+    why = fp8.why_not(quantize, x.shape)  # the key of a prepared call has no number of dimensions
     if why:
         raise _error(why)
     if scale is None:
@@ -316,7 +323,7 @@ def _check_like(name: str, tensor: _Tensor, x: _Tensor, dtype: torch.dtype | Non
 
 
 def _check_memory(name: str, tensor: _Tensor) -> None:
-    """Wrappers of other tensors have none."""
+    """Reject wrappers of other tensors, which have no memory of their own."""
     if not isinstance(tensor, _Tensor):
         raise _error(f"{name} is a {type(tensor).__name__}, not a tensor")
     why = arrays.why_not_plain(tensor)

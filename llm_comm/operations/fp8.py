@@ -1,4 +1,4 @@
-"""FP8: the quantization of normed rows, and the scales of operands of linear layers."""
+"""FP8: quantization of normed rows, and the scales of the operands of linear layers."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from llm_comm import arrays
 from llm_comm.operations.operands import why_not_operand
 
 FP8 = torch.float8_e4m3fn
-#: Elements of a row that share a scale, in the modes of ``GROUPS``.
+#: Elements of a row that share a scale in the modes ``GROUPS``.
 GROUP_SIZE = 128
-#: Rows that scales by columns are padded to: 16 bytes, as TMA wants.
+#: Multiple to which the column stride of TMA scales is rounded up: 4 fp32 values, the 16 bytes that TMA requires.
 _ALIGNED_ROWS = 4
 
-#: A scale for each group. Without more it lies by rows.
+#: Modes with a scale for each group of 128 elements. "column_major" in the name changes the layout from row-major.
 GROUPS = (
     "group",
     "group_column_major",
@@ -25,27 +25,29 @@ GROUPS = (
     "group_column_major_ue8m0",
     "group_column_major_tma_ue8m0",
 )
-#: By ``quantize``: Quantization in csrc/algorithms/all_reduce_add_rms_norm/operation.cuh, where the names stand too.
+#: Value of each mode in the kernels: ``Quantization`` in csrc/algorithms/all_reduce_add_rms_norm/operation.cuh, which
+#: lists the names too.
 CODES = {name: code for code, name in enumerate((None, "static", "dynamic", *GROUPS))}
-#: Of results, where neither ``out_dtype`` nor ``out`` says so.
+#: Dtype of results if neither ``out_dtype`` nor ``out`` gives one.
 DEFAULT_OUT_DTYPE = torch.bfloat16
 _OUT_DTYPES = (torch.bfloat16, torch.float16)
 
 
 def makes_scales(quantize: str | None) -> bool:
-    """Whether a call returns scales."""
+    """Return whether the kernel computes scales, which the call then returns."""
     return quantize is not None and quantize != "static"
 
 
 def takes(quantize: str | None, row: int, dimensions: int) -> bool:
-    """Whether there is such a quantization, of a tensor of rows of so many elements with so many dimensions."""
+    """Return whether mode ``quantize`` exists for a tensor with ``row`` elements in its last of ``dimensions``
+    dimensions."""
     if quantize not in GROUPS:
         return quantize in CODES
     return row % GROUP_SIZE == 0 and (dimensions == 2 or "column_major" not in quantize)
 
 
 def why_not(quantize: str | None, shape: Sequence[int] | None = None) -> str:
-    """Why there is no such quantization, or none of rows of this shape, or ""."""
+    """Return why mode ``quantize`` does not exist, or does not fit rows of ``shape``, or ""."""
     if quantize not in CODES:
         return f"quantize is {quantize!r}: it must be None, {', '.join(repr(name) for name in CODES if name)}"
     if shape is None or takes(quantize, shape[-1], len(shape)):
@@ -56,16 +58,17 @@ def why_not(quantize: str | None, shape: Sequence[int] | None = None) -> str:
 
 
 def empty_scales(quantize: str, x: torch.Tensor) -> torch.Tensor:
-    """Where the scales of rows like ``x`` go, if it takes them: float32, [..., 1], or of groups [..., hidden / 128]."""
+    """Allocate the scales of the rows of ``x``, which ``takes`` must accept. float32, [..., 1], or [..., hidden / 128]
+    for groups."""
     return x.new_empty_strided(*_layout(quantize, x.shape), dtype=torch.float32)
 
 
 def why_not_scales(quantize: str, scale: torch.Tensor, x: torch.Tensor) -> str:
-    """Why a tensor of the caller's cannot be the scales of rows like ``x``, if it takes them, or ""."""
+    """Return why ``scale`` cannot hold the scales of the rows of ``x``, or "". ``takes`` must accept ``x``."""
     if quantize in GROUPS:
         shape, strides = _layout(quantize, x.shape)
         steps = zip(shape, scale.stride(), strides, strict=False)
-        # Where there is one of something, nobody takes a step.
+        # The stride of a dimension of size 1 has no effect.
         fits = scale.shape == shape and all(size == 1 or found == wanted for size, found, wanted in steps)
         how = f"have shape {shape} and strides {strides}"
     else:
@@ -79,10 +82,10 @@ def why_not_scales(quantize: str, scale: torch.Tensor, x: torch.Tensor) -> str:
 
 
 def _layout(quantize: str, shape: Sequence[int]) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Shape and strides of the scales that a call makes.
+    """Return shape and strides of the scales that a call computes.
 
-    Those by columns have the strides of vLLM's and SGLang's ``per_token_group_quant_fp8``: (1, rows), or, for TMA,
-    (1, rows rounded up to a multiple of 4).
+    Column-major ones have the strides of ``per_token_group_quant_fp8`` in vLLM and SGLang: (1, rows), or for TMA (1,
+    rows rounded up to a multiple of 4).
     """
     *outer, row = shape
     scales = (*outer, row // GROUP_SIZE if quantize in GROUPS else 1)
@@ -97,12 +100,12 @@ def _layout(quantize: str, shape: Sequence[int]) -> tuple[tuple[int, ...], tuple
 
 
 class Scaling(NamedTuple):
-    """What a call with FP8 operands says of them. Nothing is checked yet.
+    """Scales and output dtype of a call with FP8 operands, not yet validated.
 
     Attributes:
-        x: fp32, one scale, or one for each row of x.
-        weight: fp32, one scale, or one for each row of the weight.
-        out_dtype: Of the result.
+        x: float32, one scale, or one for each row of ``x``.
+        weight: float32, one scale, or one for each row of the weight.
+        out_dtype: Dtype of the result.
     """
 
     x: Any
@@ -111,24 +114,26 @@ class Scaling(NamedTuple):
 
     @staticmethod
     def of(x_scale: Any, weight_scale: Any, out_dtype: Any, out: Any = None) -> Scaling | None:
-        """Of the arguments of a method; None where there are none."""
+        """Build from the arguments of a method. Return None if all three are None."""
         if x_scale is None and weight_scale is None and out_dtype is None:
             return None
         return Scaling(x_scale, weight_scale, out_dtype or getattr(out, "dtype", DEFAULT_OUT_DTYPE))
 
     def kind(self) -> tuple[Any, ...] | None:
-        """What a prepared layer depends on, apart from its operands; None where there can be no such layer."""
+        """Return the cache key of a prepared layer, as far as scales determine it; None if the scales are not plain
+        tensors."""
         x, weight = self.x, self.weight
         if not (isinstance(x, torch.Tensor) and isinstance(weight, torch.Tensor)) or x.is_nested or weight.is_nested:
             return None
         return x.shape, weight.shape, self.out_dtype
 
     def is_dense_on(self, device: torch.device) -> bool:
-        """Whether scales, known to be tensors, can be read there: what changes no prepared layer."""
+        """Return whether the scales, which must be tensors, can be read on ``device``. The cache key does not depend on
+        it."""
         return all(_is_plain_on(scale, device) and not scale.is_neg() for scale in (self.x, self.weight))
 
     def accepts_traced(self, device: torch.device, tokens: int, rows: int) -> bool:
-        """Whether ``why_not`` finds nothing, for torch.compile, which cannot trace texts with sizes."""
+        """Return whether ``why_not`` returns "". For torch.compile, which cannot trace texts that contain sizes."""
         return self.out_dtype in _OUT_DTYPES and all(
             isinstance(scale, torch.Tensor)
             and _is_plain_on(scale, device)
@@ -137,9 +142,9 @@ class Scaling(NamedTuple):
         )
 
     def why_not(self, device: torch.device, tokens: int, rows: int) -> str:
-        """Why these are no scales of so many rows of x and of the weight, or "".
+        """Return why the scales do not fit ``tokens`` rows of x and ``rows`` rows of the weight, or "".
 
-        Whether rows have scales of their own is told by their number alone: [rows], [rows, 1] and the like all do.
+        Only the number of elements matters: [rows], [rows, 1] and similar shapes all mean one scale for each row.
         """
         if self.out_dtype not in _OUT_DTYPES:
             return f"results of FP8 operands are torch.bfloat16 or torch.float16, not {self.out_dtype}"
@@ -157,7 +162,7 @@ class Scaling(NamedTuple):
 
 
 def _is_plain_on(scale: torch.Tensor, device: torch.device) -> bool:
-    """Whether a scale is a tensor of fp32 there, dense and constant."""
+    """Return whether a scale is a dense fp32 tensor on ``device`` that needs no gradient."""
     return (
         scale.dtype is torch.float32
         and arrays.is_dense_on(scale, device)

@@ -1,6 +1,6 @@
-"""The operations that have no file of their own: calls by name, with buffers that are all like the input.
+"""Operations without a method of their own: called by name, with buffers that are all like the input.
 
-``Communicator.run`` says more.
+``Communicator.run`` is the public interface.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ _Parameters = Mapping[str, float]
 
 
 class GenericOperations:
-    """Those of one communicator, by name.
+    """Generic operations of one communicator, created when first called.
 
     Args:
-        handle, planner: As of ``Operation``.
-        why_none: Why there are none, or "".
+        handle, planner: Arguments of ``Operation``.
+        why_none: Reason why the communicator has no generic operations, or "".
     """
 
     def __init__(self, handle: CoreHandle, planner: Planner, why_none: str = "") -> None:
@@ -38,17 +38,17 @@ class GenericOperations:
         self._operations: dict[str, GenericOperation] = {}
 
     def run(self, operation: str, buffers: _Buffers, row: int, parameters: _Parameters) -> None:
-        """``Communicator.run``."""
+        """Implement ``Communicator.run``."""
         self._find(operation).run(buffers, row, parameters)
 
     def plan(self, operation: str, x: torch.Tensor, row: int, parameters: _Parameters) -> Plan:
-        """``Communicator.plan_for``."""
+        """Implement ``Communicator.plan_for``."""
         if self._why_none:
             return declined(operation, x.nbytes, self._why_none)
         return self._find(operation).plan(x, row, parameters)
 
     def forget(self) -> None:
-        """Drops what is prepared."""
+        """Drop prepared calls."""
         for operation in self._operations.values():
             operation.forget()
 
@@ -68,7 +68,7 @@ class GenericOperations:
 
 
 class GenericOperation(Operation):
-    """One of them. Its input is its first buffer."""
+    """One generic operation. Its first buffer is the input, whose size and dtype the plan depends on."""
 
     def __init__(self, name: str, handle: CoreHandle, planner: Planner) -> None:
         super().__init__(name, handle, planner)
@@ -78,7 +78,7 @@ class GenericOperation(Operation):
         self._prepared: dict[tuple[int, int, torch.dtype, tuple[float, ...]], Prepared] = {}
 
     def run(self, buffers: _Buffers, row: int, parameters: _Parameters) -> None:
-        """``Communicator.run``."""
+        """Implement ``Communicator.run``."""
         check_unwatched(self._info.name)
         in_order = self._in_order(parameters)
         x = self._check_buffers(buffers)
@@ -107,7 +107,7 @@ class GenericOperation(Operation):
             self._handle.check()
 
     def plan(self, x: torch.Tensor, row: int, parameters: _Parameters) -> Plan:
-        """``Communicator.plan_for``."""
+        """Implement ``Communicator.plan_for``."""
         self._handle.check_open()
         self._in_order(parameters)
         why = self._why_not(x)
@@ -128,7 +128,11 @@ class GenericOperation(Operation):
         return tuple(float(parameters[name]) for name in self._info.parameters)
 
     def _check_buffers(self, buffers: _Buffers) -> torch.Tensor:
-        """Raises UnsupportedInputError unless they fit each other; returns the input."""
+        """Return the input tensor.
+
+        Raises:
+            UnsupportedInputError: A buffer is missing or unknown, or the buffers do not fit each other.
+        """
         for name in buffers:
             why = registry.why_not_known("buffer", name, self._info.buffers)
             if why:
@@ -156,7 +160,7 @@ class GenericOperation(Operation):
         return x
 
     def _why_not(self, tensor: torch.Tensor) -> str:
-        """Why a tensor is no buffer whatever its size, or ""."""
+        """Return why a tensor cannot be a buffer, whatever its size, or ""."""
         return why_not_buffer(tensor, self._device) or self._why_not_type(tensor.dtype)
 
     def _error(self, why: str) -> UnsupportedInputError:

@@ -1,8 +1,8 @@
-"""The guard of all callables that take tensors: which operands are read, which are written, and what must hold of them.
+"""Validation of tensor arguments: which operands a call reads, which it writes, and the conditions on them.
 
-Calls that have a torch operator ask ``is_watched`` first, and leave wrappers, modes and transforms to torch's
-dispatcher. Calls that have none ask ``check_unwatched`` and ``why_not_buffer``. Whatever is written passes
-``Operands.check_written``, and torch is told of it by ``count_write``.
+A call with a torch operator first asks ``is_watched``, and leaves wrappers, modes and transforms to torch's dispatcher.
+A call without one uses ``check_unwatched`` and ``why_not_buffer``. Written operands must pass
+``Operands.check_written``, and ``count_write`` reports the write to torch.
 """
 
 from __future__ import annotations
@@ -16,19 +16,19 @@ from torch.autograd import forward_ad
 from llm_comm import _core, arrays
 from llm_comm.errors import UnsupportedInputError
 
-# Global names cost less than attributes: this lies on the path of every call.
+# Global names are cheaper to look up than attributes: every call runs this code.
 _modes = torch._C._len_torch_dispatch_stack
 _transform = torch._C._functorch.peek_interpreter_stack
 _is_tracing = torch._C._is_tracing
 _is_included = torch._C._dispatch_tls_is_dispatch_key_included
 _BEFORE_DISPATCH = torch._C.DispatchKey.PreDispatch
 
-#: Types of weights that are what they seem, and of operands that may also be left out. Others are wrappers, which
-#: torch's dispatcher knows how to open.
+#: Types of plain weights; ``PLAIN`` adds None for optional operands. Other types are wrappers, which torch's dispatcher
+#: unwraps.
 PLAIN_WEIGHTS = frozenset({torch.Tensor, torch.nn.Parameter})
 PLAIN = PLAIN_WEIGHTS | {type(None)}
 
-#: Tells autograd that tensors have been written, in about 0.1 us. Those of inference mode have no version to count up.
+#: Increments the version counter by which autograd detects writes, in about 0.1 us. Inference tensors have no counter.
 count_write = torch._C._increment_version
 
 _Result = TypeVar("_Result")
@@ -37,8 +37,8 @@ _REQUIRES_GRAD = (
     "the tensor requires grad, and nothing is differentiated: call under torch.no_grad(), or pass x.detach()"
 )
 _HAS_TANGENT = "the tensor has a tangent, and nothing is differentiated: pass x.detach()"
-#: By names of a written and a read operand: bytes from the first byte of the read one at which the written one may lie.
-#: The thread that writes there is the one that has read what was there.
+#: Permitted overlaps: (written operand, read operand) -> offset in bytes of the written one from the read one. They are
+#: safe because the thread that writes an element is the one that has read it.
 InPlace = Mapping[tuple[str, str], int]
 
 _LOST = (
@@ -53,25 +53,28 @@ _READ_ONLY = "the tensor lies in read-only memory: pass a copy"
 
 
 def is_watched() -> bool:
-    """Whether calls of this thread have to go by torch's dispatcher, because someone would miss them or has wrappers
-    that look like ordinary tensors: a TorchDispatchMode (make_fx, fake tensors), torch.jit.trace, a transform of
-    torch.func, or forward-mode differentiation."""
+    """Return whether calls of this thread must go through torch's dispatcher.
+
+    True under a TorchDispatchMode (make_fx, fake tensors), torch.jit.trace, a transform of torch.func, or forward-mode
+    differentiation. These would not see a direct call, or wrap tensors in objects that look ordinary.
+    """
     return (
         _modes() > 0
         or _transform() is not None
         or _is_tracing()
         or forward_ad._current_level >= 0
-        or _is_included(_BEFORE_DISPATCH)  # modes of make_fx(pre_dispatch=True) are not among those that are counted
+        # make_fx(pre_dispatch=True) installs modes that the stack length does not count
+        or _is_included(_BEFORE_DISPATCH)
     )
 
 
 def is_traced(x: torch.Tensor) -> bool:
-    """Whether the sizes of ``x`` may be symbols, by which nothing can be looked up."""
+    """Return whether the sizes of ``x`` may be symbolic. A cache cannot be searched with symbolic sizes."""
     return torch.compiler.is_compiling() or isinstance(x.numel(), torch.SymInt)
 
 
 def why_not_constant(tensor: torch.Tensor) -> str:
-    """Why a derivative by a tensor would be lost, or ""."""
+    """Return why the call would lose a derivative with respect to ``tensor``, or ""."""
     if tensor.requires_grad and torch.is_grad_enabled():
         return _REQUIRES_GRAD
     if forward_ad._current_level >= 0 and forward_ad.unpack_dual(tensor).tangent is not None:
@@ -80,7 +83,7 @@ def why_not_constant(tensor: torch.Tensor) -> str:
 
 
 def check_constant(operation: str, **tensors: Any) -> None:
-    """Raises UnsupportedInputError if a derivative by one of the tensors would be lost. Whatever is none passes."""
+    """Raise UnsupportedInputError if the call would lose a derivative. Arguments that are no tensors pass."""
     for name, tensor in tensors.items():
         why = why_not_constant(tensor) if isinstance(tensor, torch.Tensor) else ""
         if why:
@@ -88,11 +91,11 @@ def check_constant(operation: str, **tensors: Any) -> None:
 
 
 def attempt(accepts: Callable[[], bool], call: Callable[[], _Result]) -> _Result | None:
-    """Return what ``call`` returns, or None if what it is given is not served.
+    """Return the result of ``call``, or None if its operands are not served.
 
     Args:
-        accepts: Whether it is served: asked under torch.compile alone, which cannot trace the error of a call.
-        call: Looks at its operands before anything else, and raises UnsupportedInputError.
+        accepts: Query whether the operands are served. Used under torch.compile only, which cannot trace the exception.
+        call: Validates its operands before any other action, and raises UnsupportedInputError.
     """
     if torch.compiler.is_compiling() and not accepts():
         return None
@@ -103,8 +106,8 @@ def attempt(accepts: Callable[[], bool], call: Callable[[], _Result]) -> _Result
 
 
 def check_memory(operation: str, **tensors: Any) -> None:
-    """Raise UnsupportedInputError if torch does not tell where one of the tensors lies: of wrappers, such as those of a
-    transform of torch.func. All ranks have the same."""
+    """Raise UnsupportedInputError if torch does not give the address of a tensor, as for wrappers of torch.func
+    transforms. The result is equal on all ranks."""
     for name, tensor in tensors.items():
         if isinstance(tensor, torch.Tensor):
             try:
@@ -118,12 +121,12 @@ def check_memory(operation: str, **tensors: Any) -> None:
 
 
 class Operands(NamedTuple):
-    """The tensors of an operation, by the names that errors give them.
+    """Operands of an operation, by the names used in errors.
 
     Attributes:
-        operation: As errors name it.
-        reads: Operands that are read. Those that a call does not have are None.
-        writes: Operands that are written where the caller gives them.
+        operation: Name of the operation in errors.
+        reads: Operands that are read. Optional ones may be None.
+        writes: Operands that are written, if the caller passes them.
     """
 
     operation: str
@@ -131,14 +134,14 @@ class Operands(NamedTuple):
     writes: tuple[str, ...]
 
     def check_written(self, *tensors: torch.Tensor | None, in_place: InPlace | None = None) -> None:
-        """Check all that a call writes to: tensors that can be written, apart from each other and from what is read.
+        """Check the operands that a call writes: writable, and without overlap with other operands.
 
         Args:
-            tensors: All operands, those that are read first, in the order of the declaration; None: not given.
-            in_place: What may lie in the memory of what is read.
+            tensors: All operands in the order ``reads``, ``writes``; None if not given.
+            in_place: Permitted overlaps.
 
         Raises:
-            UnsupportedInputError: An operand must not be written, or shares memory with another one.
+            UnsupportedInputError: An operand cannot be written, or shares memory with another one.
         """
         named = zip(self.reads + self.writes, tensors, strict=True)
         given = {name: tensor for name, tensor in named if tensor is not None}
@@ -162,9 +165,9 @@ class Operands(NamedTuple):
 
 
 def check_unwatched(operation: str) -> None:
-    """Refuse a call that has no torch operator where torch's dispatcher would have to see it.
+    """Reject a call without a torch operator if torch's dispatcher must see it.
 
-    torch.compile breaks its graph here, and the call runs between the parts.
+    torch.compile breaks its graph here, and the call runs between the two graphs.
 
     Raises:
         UnsupportedInputError: A mode, tracer or transform of torch would miss the call.
@@ -176,7 +179,7 @@ def check_unwatched(operation: str) -> None:
 
 
 def why_not_operand(tensor: torch.Tensor, device: torch.device) -> str:
-    """Why a tensor cannot be read on a communicator's device, whatever its shape and type, or ""."""
+    """Return why a tensor cannot be read on the communicator's device, whatever its shape and dtype, or ""."""
     if tensor.device != device:
         return f"the tensor is on {tensor.device}, the communicator on {device}"
     why = arrays.why_not_plain(tensor)
@@ -188,7 +191,8 @@ def why_not_operand(tensor: torch.Tensor, device: torch.device) -> str:
 
 
 def why_not_buffer(tensor: Any, device: torch.device) -> str:
-    """Why an object is no operand of a call without a torch operator, or "". Nobody would open a wrapper."""
+    """Return why an object cannot be an operand of a call without a torch operator, or "". Wrappers are rejected:
+    without the dispatcher nothing unwraps them."""
     if not isinstance(tensor, torch.Tensor):
         return f"a {type(tensor).__name__} is not a tensor"
     why = why_not_operand(tensor, device)
@@ -198,7 +202,7 @@ def why_not_buffer(tensor: Any, device: torch.device) -> str:
 
 
 def why_not_out(out: Any, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> str:
-    """Why a result of this shape cannot go to ``out``, whatever lies there, or ""."""
+    """Return why a result of ``shape`` cannot be written to ``out``, or "". Overlaps are not checked here."""
     if not isinstance(out, torch.Tensor):
         return f"x is a tensor, out a {type(out).__name__}; they must be of one library"
     why = arrays.why_not_plain(out)
@@ -214,9 +218,9 @@ def why_not_out(out: Any, shape: tuple[int, ...], dtype: torch.dtype, device: to
 
 
 def why_not_writable(tensor: torch.Tensor) -> str:
-    """Why the memory of a tensor must not be written, or "".
+    """Return why the memory of a tensor must not be written, or "".
 
-    Under torch.compile, which cannot trace the question, it is left to torch: what a graph has made is copied there.
+    Always "" under torch.compile, which cannot trace the question. The operator in the graph asks again.
     """
     if torch.compiler.is_compiling():
         return ""
@@ -227,14 +231,14 @@ def why_not_writable(tensor: torch.Tensor) -> str:
             begin = tensor.data_ptr()
         except RuntimeError:
             begin = 0
-        # A wrapper that a transform of torch.func has made has no address: torch writes it.
+        # A wrapper of a torch.func transform has no address: torch writes it.
         if begin and not _core.is_writable(begin, extent(tensor)):
             return _READ_ONLY
     return ""
 
 
 def extent(tensor: torch.Tensor) -> int:
-    """Bytes from a tensor's first element to the end of its last one."""
+    """Return the number of bytes from a tensor's first element to the end of its last one."""
     if tensor.is_contiguous():
         return tensor.nbytes
     steps = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))

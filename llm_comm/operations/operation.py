@@ -1,4 +1,4 @@
-"""What the operations of a communicator have in common: how a call is laid out and kept."""
+"""Base class of the operations of a communicator: planning a call, preparing its launch, and caching both."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from llm_comm.planning.selection import Layout
 from llm_comm.runtime.core_handle import CoreHandle
 from llm_comm.runtime.devices import current_stream_of
 
-#: Calls whose lay-out is kept. Prefill brings ever new sizes; each takes about a kilobyte.
+#: Maximum number of prepared calls in a cache, about 1 KB each. Prefill brings a new message size with each length.
 MAX_PREPARED = 4096
 
-#: By the names that the core has for them.
+#: torch dtypes by the core's names.
 TORCH_TYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
 _Key = TypeVar("_Key")
@@ -25,11 +25,16 @@ _Value = TypeVar("_Value")
 
 
 class Prepared(NamedTuple):
-    """A call that is ready to be launched."""
+    """Prepared call.
+
+    Attributes:
+        plan: Plan of the call.
+        run: Launches it.
+    """
 
     plan: Plan
-    #: What ``prepare`` of the core returned, or its like for a program of llm_comm.dsl: it takes the buffers' addresses
-    #: and a stream. None where there is nothing to exchange.
+    #: Result of ``Core.prepare``, or the same for a DSL program: takes buffer addresses and a stream, returns whether
+    #: it was enqueued. None if there is nothing to exchange.
     run: Callable[..., bool] | None
 
 
@@ -37,42 +42,42 @@ class Operation:
     """One operation of one communicator.
 
     Args:
-        name: In the registry.
-        handle: Of the core that launches it.
-        planner: Of the communicator.
+        name: Name in the registry.
+        handle: Handle of the core that launches the operation.
+        planner: Planner of the communicator.
     """
 
     def __init__(self, name: str, handle: CoreHandle, planner: Planner) -> None:
         self._info = registry.operations()[name]
         self._handle = handle
         self._device = handle.device
-        #: Buffers lie in memory of the process: a store to what is read-only would end it.
+        #: Emulated buffers are memory of this process: a store to read-only memory would end it.
         self._is_emulated = handle.device.type == "cpu"
         self._current_stream = current_stream_of(handle.device)
         self._planner = planner
-        #: Types of elements that some algorithm has kernels for, and the core's names of them.
+        #: Element types for which some algorithm has kernels, with the core's names.
         self._data_types = {
             torch_type: data_type
             for data_type, torch_type in TORCH_TYPES.items()
             if any(data_type in algorithm.data_types for algorithm in self._info.algorithms)
         }
-        #: What is ready to be launched, by size, type and the like.
+        #: Prepared calls, by message size, dtype and the like.
         self._prepared: dict[Any, Any] = {}
-        #: Why messages are declined, by the same. Engines go on asking.
+        #: Reasons of declined messages, by the same keys. Engines repeat their queries.
         self._reasons: dict[Any, str] = {}
 
     def forget(self) -> None:
-        """Drops what is prepared: the table is another one, or the core is closed."""
+        """Drop prepared calls: the tuning table has changed, or the core is closed."""
         self._prepared.clear()
         self._reasons.clear()
 
     def _lay_out(self, count: int, row: int, dtype: torch.dtype, **parameters: float) -> Layout:
-        """The plan of a call, and what the core takes to prepare it."""
+        """Plan a call. The layout also holds the arguments of ``Core.prepare``."""
         in_order = tuple(parameters[name] for name in self._info.parameters)
         return self._planner.lay_out(self._info.name, count, row, self._data_types[dtype], in_order)
 
     def _prepare_call(self, layout: Layout) -> Prepared | str:
-        """What to launch, or why the message is declined."""
+        """Prepare the launch of a call. Return the reason as text if the message is declined."""
         core = self._handle.core()
         plan, counter_of = layout.plan, self._handle.tallies.counter
         if plan.algorithm == "declined":
@@ -97,11 +102,11 @@ class Operation:
         return Prepared(plan, run)
 
     def _count_unlaunched(self, plan: Plan) -> None:
-        """Counts a call for which there is nothing to exchange. What is launched the core counts."""
+        """Count a call that exchanges nothing and is therefore not launched. The core counts launched calls."""
         self._handle.tallies.counter(plan.operation, plan.message_bytes, plan.algorithm, plan.protocol).add()
 
     def _count_declined(self, why: str) -> None:
-        """Counts an input that is declined."""
+        """Count a declined input."""
         self._handle.tallies.decline(self._info.name, why)
 
     def _why_not_type(self, dtype: torch.dtype) -> str:
@@ -109,7 +114,7 @@ class Operation:
 
 
 def keep(cache: dict[_Key, _Value], key: _Key, value: _Value) -> None:
-    """Puts a value in a cache of bounded size."""
+    """Insert a value into a cache. A full cache is cleared first."""
     if len(cache) >= MAX_PREPARED:
         cache.clear()
     cache[key] = value
@@ -118,13 +123,13 @@ def keep(cache: dict[_Key, _Value], key: _Key, value: _Value) -> None:
 def within_range(
     run: Callable[..., bool], device: torch.device, operation: str, message_bytes: int, algorithm: str, protocol: str
 ) -> Callable[..., bool]:
-    """``run`` within an NVTX range of the calling thread, such as "llm_comm all_reduce one_shot LL 16384 B". On
-    emulated GPUs ``run`` itself, as torch may be one without CUDA.
+    """Wrap ``run`` in an NVTX range such as "llm_comm all_reduce one_shot LL 16384 B". On emulated GPUs return ``run``
+    itself: torch may be built without CUDA.
 
     Args:
-        run: Launches a call, as ``Core.prepare`` returns it.
-        device: Of the communicator.
-        operation, message_bytes, algorithm, protocol: As of ``Plan``.
+        run: Launches a call, see ``Core.prepare``.
+        device: Device of the communicator.
+        operation, message_bytes, algorithm, protocol: Attributes of ``Plan``.
     """
     if device.type != "cuda":
         return run

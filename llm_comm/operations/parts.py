@@ -1,5 +1,7 @@
-"""Operations on a tensor of which each rank has a part along a dimension: all-gather puts the parts together,
-reduce-scatter hands them out. What fits, what is prepared for a shape, and the call itself."""
+"""Operations on shards of a tensor along a dimension: all-gather concatenates the shards, reduce-scatter makes them.
+
+Validation, cache of prepared calls, and launch.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,7 @@ from llm_comm.planning.selection import Layout
 from llm_comm.planning.tables import ALL_GATHER, REDUCE_SCATTER
 from llm_comm.runtime.core_handle import CoreHandle
 
-# Global names cost less than attributes.
+# Global names are cheaper to look up than attributes.
 _Tensor = torch.Tensor
 _strided = torch.strided
 _is_grad_enabled = torch.is_grad_enabled
@@ -28,57 +30,57 @@ _is_inference = torch.is_inference_mode_enabled
 _is_writable = _core.is_writable
 
 _INTEGERS: tuple[type, ...] = (Integral, torch.SymInt)
-#: Of a size; no memory is that large.
+#: Largest accepted size along a dimension; larger than any memory.
 _MOST = 1 << 48
-#: An address that no kernel uses: it is of no element.
+#: Non-zero address for an empty tensor. No kernel accesses it, since the tensor has no element.
 _SPARE = 16
 
 Sizes = Sequence[int]
 
 
 class Parts(NamedTuple):
-    """How a tensor is divided (csrc/algorithms/parts.h)."""
+    """Division of a tensor into shards (csrc/algorithms/parts.h)."""
 
-    #: What stands before the dimension.
+    #: Product of the sizes before the dimension.
     rows: int
-    #: Elements of each rank's part of a row.
+    #: Elements of each rank's shard of a row.
     row_sizes: tuple[int, ...]
-    #: Of what a call returns.
+    #: Shape of the result on this rank.
     shape: tuple[int, ...]
 
     def whole(self) -> int:
-        """Elements of the whole tensor."""
+        """Return the number of elements of the whole tensor."""
         return self.rows * sum(self.row_sizes)
 
 
 class PreparedParts(NamedTuple):
-    """A call that is ready to be launched."""
+    """Prepared call."""
 
     plan: Plan
-    #: As of ``Prepared``.
+    #: See ``Prepared.run``.
     run: Callable[..., bool] | None
-    #: Of the result, and its elements.
+    #: Shape of the result, and its number of elements.
     shape: tuple[int, ...]
     elements: int
-    #: Bytes from x to an out that is where its values come from (x is this rank's part of out, or out of x). None where
-    #: the part has gaps, as a contiguous tensor cannot have.
+    #: Offset in bytes from ``x`` to ``out`` for a call in place. Either ``x`` is this rank's shard of ``out``, or
+    #: ``out`` is this rank's shard of ``x``. None if the shard is strided, so that no contiguous tensor can be it.
     in_place: int | None
-    #: Addresses for an x and an out that are empty, and so have none. 0 where they are not: one without memory is none.
+    #: Addresses for ``x`` and ``out`` if they are empty. 0 if they are not: then an address of 0 is an error.
     spare_x: int
     spare_out: int
 
 
 class PartsOperation(Operation):
-    """All-gathers or reduce-scatters of one communicator.
+    """All-gather or reduce-scatter of one communicator.
 
     Args:
-        handle, planner: As of ``Operation``.
-        rank: Of this process.
+        handle, planner: Arguments of ``Operation``.
+        rank: Rank of this process.
     """
 
-    #: In the registry.
+    #: Name in the registry.
     name: str
-    #: Whether the input is the whole tensor; else the output is.
+    #: True if the input is the whole tensor (reduce-scatter), false if the output is (all-gather).
     takes_whole: bool
 
     def __init__(self, handle: CoreHandle, planner: Planner, rank: int) -> None:
@@ -92,24 +94,24 @@ class PartsOperation(Operation):
     def run(
         self, x: torch.Tensor, dim: int = 0, sizes: Sizes | None = None, out: Any = None, or_none: bool = False
     ) -> Any:
-        """The result for a tensor that has memory of its own, now.
+        """Run the operation. ``x`` must have memory of its own: no tracer, mode or wrapper is handled here.
 
         Args:
-            x, dim, sizes, out: As of ``Communicator.all_gather`` and ``reduce_scatter``.
-            or_none: Return None where ``x`` is declined.
+            x, dim, sizes, out: Arguments of ``Communicator.all_gather`` and ``reduce_scatter``.
+            or_none: Return None if ``x`` is declined, instead of raising.
 
         Raises:
             UnsupportedInputError: ``x`` is declined, or ``out`` does not fit.
             CommunicatorError: This or an earlier call has failed.
         """
-        # Host time of a call is a bar: this path makes no Python call that it can do without.
+        # Host time of a call is measured and bounded: this path avoids every Python call that it can.
         dtype = x.dtype
         differentiates = _is_grad_enabled()
         try:
-            # A nested tensor has no shape.
+            # Asking a nested tensor for its shape raises.
             key = None if x.is_nested else (x.shape, dtype, dim, None if sizes is None else tuple(sizes))
             prepared = self._prepared.get(key)  # type: ignore[arg-type]
-        except TypeError:  # dim or sizes are no numbers, which the reason says
+        except TypeError:  # dim or sizes are no numbers: _prepare says so
             prepared = None
         if (
             prepared is None
@@ -128,7 +130,7 @@ class PartsOperation(Operation):
                 raise self._error(found)
             prepared = found
         try:
-            # What may not fit is looked at closely.
+            # A cheap test first. Only if it fails does _check_out find the exact reason.
             if out is not None and (
                 not isinstance(out, _Tensor)
                 or (out.is_inference() and not _is_inference())
@@ -140,9 +142,9 @@ class PartsOperation(Operation):
                 or out.is_conj()
                 or (differentiates and out.requires_grad)
                 or (
-                    # What is empty lies at 0.
+                    # An empty tensor has address 0.
                     -out.nbytes < (gap := out.data_ptr() - x.data_ptr()) < x.nbytes
-                    # In place: a line of the part is written by the thread that has read it, or with what it was.
+                    # In place: each line of the shard is written by the thread that has read it, or with its old value.
                     and gap != prepared.in_place
                 )
                 or (self._is_emulated and not _is_writable(out.data_ptr(), out.nbytes))
@@ -154,7 +156,7 @@ class PartsOperation(Operation):
             check_memory(self.name, x=x, out=out)
             raise
         run = prepared.run
-        if run is None:  # of one rank, or empty
+        if run is None:  # one rank, or an empty tensor
             self._handle.check()
             self._count_unlaunched(prepared.plan)
             result = x.new_empty(prepared.shape) if out is None else out
@@ -166,7 +168,7 @@ class PartsOperation(Operation):
             )
             if out is not None:
                 count_write((out,))
-        except ValueError:  # an address of 0; nothing is launched
+        except ValueError:  # an address is 0; nothing was launched
             check_memory(self.name, x=x, out=out)
             raise
         except RuntimeError as error:
@@ -178,7 +180,7 @@ class PartsOperation(Operation):
         return result
 
     def _check_out(self, prepared: PreparedParts, x: torch.Tensor, out: Any) -> None:
-        """Raise UnsupportedInputError unless the result can go to ``out``."""
+        """Raise UnsupportedInputError unless the result can be written to ``out``."""
         why = why_not_out(out, prepared.shape, x.dtype, self._device)
         if why:
             raise self._error(why)
@@ -186,11 +188,11 @@ class PartsOperation(Operation):
         self._operands.check_written(x, out, in_place=in_place)
 
     def check_numbers(self, x: torch.Tensor, dim: int, sizes: Sizes | None) -> None:
-        """What a graph has to know before the call runs.
+        """Validate dimension and sizes before a graph is built.
 
         Raises:
-            UnsupportedInputError: There is no such dimension, sizes are none, or there are none where parts cannot be
-                alike.
+            UnsupportedInputError: The dimension does not exist, the sizes are invalid, or sizes are missing where equal
+                shards are impossible.
         """
         why = self._why_not_numbers(x, dim, sizes)
         if why:
@@ -198,10 +200,10 @@ class PartsOperation(Operation):
         if all_sizes(x.shape[dim], sizes, self.world_size, self.takes_whole) is None:
             raise self._error(self._why_not_equal(x.shape[dim], dim))
 
-    # ---- What would be served -----------------------------------------------------------------------------------
+    # ---- Queries ------------------------------------------------------------------------------------------------
 
     def accepts(self, x: torch.Tensor, dim: int, sizes: Sizes | None) -> bool:
-        """Whether ``run`` serves ``x``."""
+        """Return whether ``run`` serves ``x``."""
         found = self._prepare(x, dim, sizes)
         if isinstance(found, str):
             self._count_declined(found)
@@ -209,7 +211,8 @@ class PartsOperation(Operation):
         return True
 
     def accepts_traced(self, x: torch.Tensor, dim: int, sizes: Sizes | None) -> bool:
-        """The same for torch.compile, which can trace neither the layout of a launch nor texts with sizes."""
+        """Return whether ``run`` serves ``x``, for torch.compile. It can trace neither the planning nor texts with
+        sizes."""
         if not arrays.is_dense_on(x, self._device) or (x.requires_grad and torch.is_grad_enabled()):
             return False
         if self._why_not_type(x.dtype) or self._why_not_numbers(x, dim, sizes):
@@ -221,7 +224,7 @@ class PartsOperation(Operation):
         return world == 1 or parts.whole() * x.element_size() <= self._planner.message_limit(self.name)
 
     def plan(self, x: torch.Tensor, dim: int, sizes: Sizes | None) -> Plan:
-        """What ``run`` would do for ``x``."""
+        """Return the plan of ``run`` for ``x``."""
         found = self._prepare(x, dim, sizes)
         if not isinstance(found, str):
             return found.plan
@@ -231,7 +234,7 @@ class PartsOperation(Operation):
         return self._layout(parts, x.dtype).plan
 
     def _prepare(self, x: torch.Tensor, dim: int, sizes: Sizes | None) -> PreparedParts | str:
-        """What to launch for ``x``, or why it is declined."""
+        """Prepare the launch for ``x``. Return the reason as text if ``x`` is declined."""
         why = self._why_not(x)
         if why:
             return why
@@ -243,7 +246,7 @@ class PartsOperation(Operation):
         if found is not None:
             return found
         parts = self._parts(x, dim, sizes)
-        if isinstance(parts, str):  # not kept: 1.0, which is no size, would be found as 1
+        if isinstance(parts, str):  # not cached: the key of the invalid size 1.0 would equal that of 1
             return parts
         call = self._prepare_call(self._layout(parts, x.dtype))
         if isinstance(call, str):
@@ -268,12 +271,12 @@ class PartsOperation(Operation):
         if world == 1:
             nbytes = parts.whole() * dtype.itemsize
             return Layout(without_kernel(self.name, "none", nbytes, "one rank"), None)
-        # The sizes of ranks that there are not are 0 where they are left out.
+        # Sizes of ranks beyond the world size are omitted; the core takes them as 0.
         parameters = (float(parts.rows), *(float(size * scale) for size in parts.row_sizes))
         return self._planner.lay_out(self.name, longest, 0, data_type, parameters)
 
     def _core_type(self, dtype: torch.dtype) -> tuple[str, int]:
-        """The core's name of what it moves, and how many of these an element of ``dtype`` is."""
+        """Return the core's data type, and how many elements of it one element of ``dtype`` has."""
         return self._data_types[dtype], 1
 
     def _in_place(self, parts: Parts, dtype: torch.dtype) -> int | None:
@@ -283,10 +286,10 @@ class PartsOperation(Operation):
         before = sum(parts.row_sizes[: self.rank]) * dtype.itemsize
         return before if self.takes_whole else -before
 
-    # ---- What does not fit --------------------------------------------------------------------------------------
+    # ---- Validation ---------------------------------------------------------------------------------------------
 
     def _parts(self, x: torch.Tensor, dim: int, sizes: Sizes | None) -> Parts | str:
-        """How the whole tensor is divided, or why there is no call of ``x``, whatever its size."""
+        """Return the division of the whole tensor, or why the arguments are invalid."""
         why = self._why_not(x) or self._why_not_numbers(x, dim, sizes)
         if why:
             return why
@@ -298,11 +301,11 @@ class PartsOperation(Operation):
         return self._divide(x.shape, dim, all_of_them) or self._why_not_sizes(length, dim, all_of_them)
 
     def _why_not(self, x: torch.Tensor) -> str:
-        """Why ``x`` is no input whatever its shape, or ""."""
+        """Return why ``x`` cannot be an input, whatever its shape, or ""."""
         return why_not_operand(x, self._device) or self._why_not_type(x.dtype)
 
     def _why_not_numbers(self, x: torch.Tensor, dim: Any, sizes: Any) -> str:
-        """Why there is no such dimension, or sizes are none, or ""."""
+        """Return why the dimension does not exist or the sizes are invalid, or ""."""
         if not isinstance(dim, int):
             return f"dim is {quoted(dim)}; it must be an int"
         if not -x.dim() <= dim < x.dim():
@@ -319,7 +322,8 @@ class PartsOperation(Operation):
         return ""
 
     def _divide(self, shape: Sequence[int], dim: int, sizes: Sizes | None) -> Parts | None:
-        """None where the sizes do not fit the shape of an input. Without texts, for torch.compile."""
+        """Return the division, or None if the sizes do not fit ``shape`` of the input. Builds no text, for
+        torch.compile."""
         if sizes is None or shape[dim] != (sum(sizes) if self.takes_whole else sizes[self.rank]):
             return None
         dim %= len(shape)
@@ -340,7 +344,8 @@ class PartsOperation(Operation):
 
 
 def all_sizes(length: int, sizes: Sizes | None, world: int, takes_whole: bool) -> Sizes | None:
-    """The sizes of all ranks' parts of an input of so much along the dimension; None where they cannot be alike."""
+    """Return the sizes of all ranks' shards for an input of ``length`` along the dimension; None if equal ones are
+    impossible."""
     if sizes is not None:
         return sizes
     if not takes_whole:
@@ -349,7 +354,7 @@ def all_sizes(length: int, sizes: Sizes | None, world: int, takes_whole: bool) -
 
 
 class AllGather(PartsOperation):
-    """The all-gathers of one communicator."""
+    """All-gather of one communicator."""
 
     name, takes_whole = ALL_GATHER, False
 
@@ -357,7 +362,7 @@ class AllGather(PartsOperation):
         return "byte", dtype.itemsize
 
     def _why_not_type(self, dtype: torch.dtype) -> str:
-        # Their values rest on a scale that is no part of the memory.
+        # The values of a quantized tensor depend on a scale that is not in its memory.
         return f"{dtype} is quantized: pass x.int_repr()" if dtype in _QUANTIZED else ""
 
 
@@ -365,6 +370,6 @@ _QUANTIZED = frozenset({torch.qint8, torch.quint8, torch.qint32, torch.quint4x2,
 
 
 class ReduceScatter(PartsOperation):
-    """The reduce-scatters of one communicator."""
+    """Reduce-scatter of one communicator."""
 
     name, takes_whole = REDUCE_SCATTER, True

@@ -1,8 +1,7 @@
-"""Tuning tables: their YAML files, as ``configs/`` has them and ``llm-comm tune`` writes them, and which one serves a
-device.
+"""Tuning tables as YAML files, and the choice of the table for a device.
 
-The core reads and checks files (``csrc/host/tables.h``) and finds tables (``csrc/host/table_choice.h``), for the NCCL
-library too.
+The core reads and validates files (``csrc/host/tables.h``) and chooses tables (``csrc/host/table_choice.h``), since the
+NCCL library does the same. ``configs/`` holds the shipped tables; ``llm-comm tune`` writes new ones.
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ _LIMITS = ("max_fused_bytes", "fused_blocks", "min_symmetric_bytes")
 
 
 class TableFile(NamedTuple):
-    """A table, and what it was measured on, when and by what."""
+    """A table, the device and world size it was measured on, and when and by which versions."""
 
     device: str
     world_size: int
@@ -39,10 +38,10 @@ class TableFile(NamedTuple):
 
 
 def load_table(path: Path) -> TableFile:
-    """Reads a tuning table.
+    """Read a tuning table.
 
     Raises:
-        ConfigError: The file cannot be read, or something in it is not valid; the text says what would be.
+        ConfigError: The file cannot be read or has an invalid entry. The text says what is valid.
     """
     try:
         return _table_of(*_core.read_table(os.fsencode(path)))
@@ -51,7 +50,7 @@ def load_table(path: Path) -> TableFile:
 
 
 def _unusable(path: Path | str, error: ValueError) -> ConfigError:
-    """The error for a file that is no table."""
+    """Build the error for an invalid table file."""
     return ConfigError(f"tuning table {shortened(str(path))}: {error}")
 
 
@@ -63,7 +62,7 @@ def _table_of(
     rows: Iterable[_core.RowFields],
     content: Mapping[str, Any],
 ) -> TableFile:
-    """A table from what the core has read. ``content``: the other entries of the file."""
+    """Build a table from the fields that the core has read. ``content`` holds the other entries of the file."""
     multicast = content.get("multicast")
     table = TuningTable(
         name,
@@ -84,10 +83,10 @@ def _multicast(world_size: int, **words: Any) -> MulticastEntry:
 
 
 def check_table_option(config: Config) -> None:
-    """Reads the table that option ``table`` names, if any: a wrong one is to be told before ranks meet.
+    """Read the table that the option ``table`` names, so that an invalid file is reported before the rendezvous.
 
     Raises:
-        ConfigError: It cannot be used; the text says where the option comes from.
+        ConfigError: The file cannot be used. The text says where the option was set.
     """
     if config.table is None:
         return
@@ -99,19 +98,22 @@ def check_table_option(config: Config) -> None:
 
 @functools.cache
 def shipped_tables() -> tuple[TableFile, ...]:
-    """The tuning tables that come with the package."""
+    """Return the tuning tables of the package."""
     return tuple(_table_of(*fields) for fields in _core.shipped_tables())
 
 
 def table_directory() -> Path | None:
-    """The user's directory of tables: ``LLM_COMM_TABLE_DIR``, else ``llm_comm/tables`` in ``XDG_CONFIG_HOME`` or
-    ``~/.config``; None for a user without a home. It need not exist. ``llm-comm tune --install`` writes there."""
+    """Return the user's directory of tables, into which ``llm-comm tune --install`` writes. It need not exist.
+
+    ``LLM_COMM_TABLE_DIR``, or ``llm_comm/tables`` in ``XDG_CONFIG_HOME`` or ``~/.config``. None for a user without a
+    home.
+    """
     found = _core.table_directory()
     return None if found is None else Path(found)
 
 
 def installed_files() -> list[Path]:
-    """All files in the user's directory that this llm_comm would look for."""
+    """Return the table files in the user's directory whose names this version looks for."""
     directory = table_directory()
     return sorted(directory.glob(f"*{_core.table_suffix}")) if directory is not None else []
 
@@ -119,17 +121,21 @@ def installed_files() -> list[Path]:
 def find_table(
     device_name: str, world_size: int, sm_count: int, config: Config, compute_capability: int = 0
 ) -> TuningTable:
-    """The table of ``config.table``; else that of the user's directory, or else the shipped one, for the device and
-    world size; else the shipped one of a near device; else a general one. Its ``origin`` says which.
+    """Find the tuning table for a device and world size. The ``origin`` of the result says where it was found.
+
+    The order is: the table of ``config.table``; the user's installed table; the shipped table for device and world
+    size; the shipped table of the nearest device; a general table.
 
     Args:
-        device_name: As the driver gives it, for example ``"NVIDIA H200"``, or ``"emulated"``.
-        sm_count: Multiprocessors of the device.
-        compute_capability: 90 for 9.0; 0 where it is not known, and then no device is near.
+        device_name: Name by the driver, such as ``"NVIDIA H200"``, or ``"emulated"``.
+        world_size: Number of ranks.
+        sm_count: Number of SMs of the device.
+        config: Options.
+        compute_capability: 10 * major + minor, such as 90; 0 if unknown, which rules out nearest devices.
 
     Raises:
-        ConfigError: The table of the option cannot be used. One of the user's directory that cannot be used is warned
-            of, once in a process, and passed over.
+        ConfigError: The table of ``config.table`` cannot be used. An unusable table of the user's directory is skipped,
+            with one warning in a process.
     """
     named = config.table or ""
     try:
@@ -144,14 +150,14 @@ def find_table(
 
 
 class _Dumper(yaml.SafeDumper):
-    """Writes what appears twice out twice: the core takes no aliases."""
+    """Write repeated values in full: the core rejects aliases."""
 
     def ignore_aliases(self, data: Any) -> bool:
         return True
 
 
 def table_text(device: str, world_size: int, table: TuningTable, measured: dict[str, Any]) -> str:
-    """What a file says of a table; ``measured``: when, and by what."""
+    """Return the text of a table file. ``measured``: date and versions of the measurement."""
     least = table.min_symmetric_bytes
     head = {
         "device": device,
@@ -175,11 +181,11 @@ def table_text(device: str, world_size: int, table: TuningTable, measured: dict[
 
 
 def _lines(entries: Iterable[dict[str, Any]]) -> str:
-    """A row a line: tables are read by people who compare rows."""
+    """Format one row a line, so that readers can compare rows."""
     return "".join("  - " + _written(entry, default_flow_style=True) for entry in entries)
 
 
 def _written(entry: dict[str, Any], *, default_flow_style: bool = False) -> str:
-    """YAML with each word in one line."""
+    """Format as YAML without line breaks in values."""
     style: dict[str, Any] = {"default_flow_style": default_flow_style, "width": math.inf, "allow_unicode": True}
     return str(yaml.dump(entry, None, _Dumper, sort_keys=False, **style))

@@ -1,4 +1,4 @@
-"""NVLink multicast: whether ranks are to set it up, and which algorithms by the switch may be used then."""
+"""NVLink multicast: whether a rank wants it, and which of the algorithms that need it may be used."""
 
 from __future__ import annotations
 
@@ -9,21 +9,21 @@ from llm_comm import registry
 from llm_comm.config import Config, multicast_state
 from llm_comm.planning.tables import TuningTable
 
-#: In place of a driver's version, of emulated devices.
+#: Driver version of emulated devices.
 EMULATED = "emulated"
 
-#: How to get it, for logs.
+#: Advice in logs.
 HOW_TO_GET_IT = "`llm-comm tune --multicast` makes a table that uses it, where the machine permits it"
 
 
 class Multicast(NamedTuple):
-    """Whether multicast is set up, the same on all ranks, and why (not)."""
+    """State of multicast, equal on all ranks, and the reason for it."""
 
     is_up: bool
     why: str
 
     def describe(self, config: Config) -> str:
-        """For logs: which order sums are in, and whether there is multicast."""
+        """Return, for logs, in which order sums are computed, and whether multicast is on."""
         if not self.is_up:
             return f"sums in rank order; NVLink multicast is off: {self.why}"
         order = "in any order" if config.sums_in_any_order else "in rank order"
@@ -41,12 +41,15 @@ def wish(
     world_size: int,
     environ: Mapping[str, str] | None = None,
 ) -> Multicast:
-    """Whether this rank would set multicast up, and why (not). All ranks do, or none.
+    """Return whether this rank wants multicast, and why. It is set up only if all ranks want it.
 
     Args:
-        device: As tables name it.
-        driver: Its version, as ``MulticastEntry`` has it.
-        environ: The variables; None: those of the process.
+        config: Options of the rank.
+        table: Tuning table of the rank.
+        device: Name of the GPU, as in tables.
+        driver: Version of the driver, as in ``MulticastEntry``.
+        world_size: Number of ranks.
+        environ: Environment variables; None: those of the process.
     """
     may, why = multicast_state(config, environ)
     if not may or world_size < 2:
@@ -70,10 +73,13 @@ def wish(
 
 
 def why_not(algorithm: registry.Algorithm, config: Config, multicast: Multicast, *, is_forced: bool = False) -> str:
-    """Why an algorithm by the switch may not be used now, or ""; "" for any other.
+    """Return why an algorithm that uses the switch is not permitted, or "". Other algorithms always get "".
 
     Args:
-        is_forced: An option names it.
+        algorithm: Algorithm in question.
+        config: Options.
+        multicast: State of multicast.
+        is_forced: An option names the algorithm.
     """
     if not algorithm.by_switch:
         return ""

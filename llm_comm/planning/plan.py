@@ -1,4 +1,4 @@
-"""What is to be computed, and the plan for it."""
+"""Problem (input of planning) and plan (its result)."""
 
 from __future__ import annotations
 
@@ -6,21 +6,21 @@ from dataclasses import dataclass
 
 from llm_comm import _core, registry
 
-#: The protocol where there is no algorithm, and the algorithm where there is nothing to exchange.
+#: Protocol of a plan without an algorithm; algorithm of a plan that exchanges nothing.
 NONE = "none"
 
 
 @dataclass(frozen=True)
 class Problem:
-    """What a call is to compute, the same on all ranks.
+    """Computation of a call, equal on all ranks.
 
     Attributes:
-        operation: Its name in the registry.
-        count: Elements of a rank's input; of an operation on parts, of the largest part.
-        row: Of these, elements of a row, for an operation that works by rows; else 0.
+        operation: Name in the registry.
+        count: Number of elements of a rank's input. For all-gather and reduce-scatter: of the largest shard.
+        row: Elements of a row, for an operation on rows; else 0.
         data_type: Name of the elements' type.
-        world_size: Ranks.
-        parameters: The operation's own, in its order.
+        world_size: Number of ranks.
+        parameters: Parameters of the operation, in its order.
     """
 
     operation: str
@@ -31,28 +31,29 @@ class Problem:
     parameters: tuple[float, ...] = ()
 
     def message_bytes(self) -> int:
-        """Size of ``count`` elements: what a table goes by."""
+        """Return the size of ``count`` elements in bytes, by which tables select."""
         return self.count * registry.data_types()[self.data_type]
 
     def whole_bytes(self) -> int:
-        """Size of a rank's input; of an operation on parts, of the tensor of all parts. What limits go by."""
+        """Return the size in bytes that ``max_message_bytes`` limits: a rank's input; for operations on shards, the
+        whole tensor."""
         if not registry.operations()[self.operation].has_parts:
             return self.message_bytes()
         rows, *sizes = self.parameters
         return int(rows) * int(sum(sizes)) * registry.data_types()[self.data_type]
 
     def is_in_rows(self) -> bool:
-        """Whether a rank's part of an operation on parts is more than one piece of the tensor."""
+        """Return whether a shard is strided: it consists of several pieces of the tensor."""
         return registry.operations()[self.operation].has_parts and self.parameters[0] != 1
 
     def has_equal_parts(self) -> bool:
-        """Whether the ranks' parts, of an operation on parts, are of one size."""
+        """Return whether all shards have one size. True for operations without shards."""
         if not registry.operations()[self.operation].has_parts:
             return True
         return len(set(self.parameters[1 : 1 + self.world_size])) == 1
 
     def for_core(self) -> _core.Problem:
-        """The same as the core takes it."""
+        """Convert to the core's problem."""
         return _core.Problem(
             count=self.count,
             row=self.row,
@@ -64,27 +65,27 @@ class Problem:
 
 @dataclass(frozen=True)
 class Plan:
-    """What a communicator runs for a message.
+    """Launch of a communicator for one message.
 
     Attributes:
-        operation: What is computed.
-        algorithm: Name of the algorithm, or of a program as ``"dsl:NAME"``; ``"2PH"`` over several nodes, where the
-            numbers are those of the kernels within a node; ``"none"`` where nothing has to be exchanged, or
-            ``"declined"``.
-        protocol: ``"LL"``, ``"HB"`` or ``"Port"``; ``"DSL"`` of a program; ``"LL+HB"`` where phases of 2PH differ;
-            ``"none"`` where there is no algorithm.
-        blocks: Blocks of a launch.
+        operation: Name of the operation.
+        algorithm: Name of the algorithm, or ``"dsl:NAME"`` of a DSL program. ``"2PH"`` over several nodes; the launch
+            parameters are then those of the kernels within a node. ``"none"`` if nothing is exchanged. ``"declined"``
+            if the message is not served.
+        protocol: ``"LL"``, ``"HB"`` or ``"Port"``; ``"DSL"`` for a program; ``"LL+HB"`` if the phases of 2PH differ;
+            ``"none"`` without an algorithm.
+        blocks: Thread blocks of a launch.
         threads: Threads of a block.
-        tile_lines: Lines of 16 bytes that a block exchanges with each peer at a time.
+        tile_lines: 16-byte lines that a block exchanges with each peer at a time.
         cluster: Blocks that share a row.
-        depth: Tiles sent ahead of the one waited for.
-        chunks: Launches that the message takes.
-        chunk_elements: Elements of all launches but the last; of an all-gather, bytes.
-        message_bytes: Size of the message; of an all-gather or reduce-scatter, of the largest rank's part.
-        reason: Why this plan.
-        row: Elements of a row, for an operation that works by rows; else 0.
-        symmetric: Name of the algorithm that runs in its place where the tensors of the call are in symmetric memory;
-            "" for none, or where there are no such tensors.
+        depth: Tiles that a block sends ahead of the one it waits for.
+        chunks: Number of launches for the message.
+        chunk_elements: Elements of each launch but the last; bytes for an all-gather.
+        message_bytes: Size of the message in bytes. For all-gather and reduce-scatter: of the largest shard.
+        reason: Why this plan was selected.
+        row: Elements of a row, for an operation on rows; else 0.
+        symmetric: Name of the algorithm that replaces ``algorithm`` if all tensors of the call are in symmetric memory.
+            "" if there is none, or before the first tensor in symmetric memory exists.
     """
 
     operation: str
@@ -104,15 +105,15 @@ class Plan:
 
     @property
     def chunk_rows(self) -> int:
-        """Rows of all launches but the last; 0 for an operation that does not work by rows."""
+        """Rows of each launch but the last; 0 for an operation without rows."""
         return self.chunk_elements // self.row if self.row else 0
 
 
 def without_kernel(operation: str, outcome: str, message_bytes: int, why: str, row: int = 0) -> Plan:
-    """The plan of a message that is ``"declined"``, or for which there is nothing to do (``"none"``)."""
+    """Return the plan of a message that is ``"declined"``, or that needs no kernel (``"none"``)."""
     return Plan(operation, outcome, NONE, 0, 0, 0, 0, 0, 0, 0, message_bytes, why, row)
 
 
 def declined(operation: str, message_bytes: int, why: str) -> Plan:
-    """The plan of a message that llm_comm does not serve."""
+    """Return the plan of a declined message."""
     return without_kernel(operation, "declined", message_bytes, why)

@@ -1,4 +1,4 @@
-"""The plans of one communicator."""
+"""Planner of one communicator."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from llm_comm.planning.tables import TuningTable
 
 
 class Planner:
-    """What its operations go by.
+    """Plans calls of a communicator: holds its tuning table, options, limits and DSL programs.
 
     Args:
-        world_size: Ranks of the communicator.
-        table: Tuning table that selects.
+        world_size: Number of ranks of the communicator.
+        table: Tuning table to select by.
         config: Options of the communicator.
-        limits: What the devices of all ranks have room for.
-        multicast: Of the ranks.
+        limits: Launch limits that hold on the devices of all ranks.
+        multicast: NVLink multicast state of the ranks.
     """
 
     def __init__(
@@ -32,22 +32,22 @@ class Planner:
         multicast: Multicast = NO_MULTICAST,
     ) -> None:
         self.world_size = world_size
-        #: By operation, outputs, inputs and tokens of a linear layer: engines ask before each.
+        #: Cached answers of prefers_layer, by operation, outputs, inputs and tokens. Engines ask before each layer.
         self._preferred: dict[tuple[str, int, int, int], bool] = {}
         self.table = table
         self.config = config
-        # What a program does not serve is selected as if none was named.
+        # A call that the named program does not serve is planned by the table, as if no algorithm was named.
         self._config_of_tables = config.replace(algorithm="auto") if registry.is_program(config.algorithm) else config
-        #: Compiled programs of llm_comm.dsl by the names that options and tables give them. The same on all ranks.
+        #: Compiled DSL programs, by the names that options and tables use. Equal on all ranks.
         self.programs: dict[str, Kernels] = {}
         self.limits = limits
         self.multicast = multicast
-        #: Whether there are tensors in symmetric memory, which some algorithms are for. The same on all ranks.
+        #: True once tensors exist in symmetric memory, which some algorithms require. Equal on all ranks.
         self.has_symmetric = False
 
     @property
     def table(self) -> TuningTable:
-        """Selects. Another one counts from the next call on."""
+        """Tuning table in use. A new table applies from the next call on."""
         return self._table
 
     @table.setter
@@ -58,7 +58,7 @@ class Planner:
     def lay_out(
         self, operation: str, count: int, row: int, data_type: str, parameters: tuple[float, ...] = ()
     ) -> Layout:
-        """The plan of a call, ready for the core."""
+        """Plan a call. The layout also holds the arguments of ``Core.prepare``."""
         problem = Problem(operation, count, row, data_type, self.world_size, parameters)
         by = (self.table, self._config_of_tables, self.limits)
         layout = selection.lay_out(problem, *by, self.multicast)
@@ -67,25 +67,25 @@ class Planner:
         return selection.with_direct(layout, problem, *by) if self.has_symmetric else layout
 
     def choosable(self) -> list[int]:
-        """Numbers of the algorithms that plans can name."""
+        """Return the numbers of the algorithms that plans can name."""
         return selection.choosable(self.table, self._config_of_tables, self.limits, self.multicast)
 
     def check_table(self, table: TuningTable) -> None:
-        """Raises ConfigError if a table names a program that is not compiled."""
+        """Raise ConfigError if a table names a DSL program that is not compiled."""
         if self.world_size > 1:
             programs.check_rows(table, self.programs)
 
     def message_limit(self, operation: str) -> int:
-        """Larger messages are declined, in bytes."""
+        """Return the size in bytes above which messages of ``operation`` are declined."""
         return selection.message_limit(operation, self.table, self.config)
 
     def layer_choice(self, operation: str, outputs: int, inputs: int, tokens: int) -> _core.LinearChoice:
-        """How the kernel of a linear layer is to run: as the table says, or as it finds best itself."""
+        """Return the launch config of a linear layer: from the table, or one that leaves the choice to the kernel."""
         return layers.choice_of_layer(self.table.layers, operation, outputs, inputs, tokens, self.config.pdl)
 
     def prefers_layer(self, operation: str, outputs: int, inputs: int, tokens: int) -> bool:
-        """Whether an engine is to compute a linear layer by llm_comm."""
-        if tokens > _core.linear_max_tokens:  # nothing of the many sizes of a prefill is kept
+        """Return whether an engine should compute a linear layer with llm_comm."""
+        if tokens > _core.linear_max_tokens:  # do not cache the many sizes of prefill
             return False
         layer = (operation, outputs, inputs, tokens)
         found = self._preferred.get(layer)
@@ -95,5 +95,5 @@ class Planner:
         return found
 
     def most_preferred_tokens(self) -> int:
-        """Of any layer; 0 where none is to be computed by llm_comm."""
+        """Return the largest number of tokens at which any layer is preferred; 0 if none is."""
         return layers.most_tokens(self.table.layers, self.config, self.limits)

@@ -1,5 +1,5 @@
-"""Programs of llm_comm.dsl in place of algorithms: which one an option or a table names for a message, and whether it
-serves that."""
+"""Selection of DSL programs: which program an option or a table names for a message, and whether the program serves
+it."""
 
 from __future__ import annotations
 
@@ -16,68 +16,70 @@ from llm_comm.planning.plan import Plan, Problem
 from llm_comm.planning.selection import Layout
 from llm_comm.planning.tables import OPERATIONS_OF_PROGRAMS, Row, TuningTable, of_programs, row_of
 
-#: In place of that of an algorithm, in plans and tables.
+#: Protocol of DSL programs in plans and tables.
 PROTOCOL = "DSL"
 
 
 @dataclass(frozen=True)
 class LaunchChoice:
-    """How a program is launched, where that is not left to the program.
+    """Launch parameters of a DSL program.
 
     Attributes:
-        blocks: Most blocks of all groups together; a message with less to do takes fewer. None: the program's own.
-        threads: Threads of each block. None: the program's own.
+        blocks: Maximum thread blocks of all block groups together; small messages take fewer. None: the program's own
+            number.
+        threads: Threads of each block. None: the program's own number.
     """
 
     blocks: int | None = None
     threads: int | None = None
 
 
-#: Leaves both numbers to the program.
+#: Leaves both parameters to the program.
 OWN_CHOICE = LaunchChoice()
 
 
 class Kernels(Protocol):
-    """A program that is compiled for calls of a communicator."""
+    """DSL program compiled for the calls of one communicator."""
 
     @property
     def operation(self) -> str:
-        """Whose calls it serves: one of ``OPERATIONS_OF_PROGRAMS``."""
+        """Operation that the program implements, one of ``OPERATIONS_OF_PROGRAMS``."""
 
     @property
     def max_bytes(self) -> int:
-        """Of a message, at most; of a gather or scatter, of a rank's part."""
+        """Largest message in bytes; for all-gather and reduce-scatter, the largest shard."""
 
     @property
     def data_types(self) -> tuple[str, ...]:
-        """Names of the types that it is compiled for."""
+        """Names of the data types that the program is compiled for."""
 
     @property
     def sums_in_rank_order(self) -> bool:
-        """Whether its sums are those of the library: in rank order and rounded once."""
+        """True if sums are those of the library: in rank order, in fp32, rounded once."""
 
     def why_not(self, choice: LaunchChoice) -> str:
-        """Why it cannot be launched so, or "". The same on all ranks."""
+        """Return why the program cannot be launched with these parameters, or "". Equal on all ranks."""
 
     def candidates(self, data_type: str, message_bytes: int) -> Sequence[LaunchChoice]:
-        """Choices worth measuring for a message, its own first, none of which ends in the grid of another one."""
+        """Return launch parameters worth measuring for a message, the program's own first. No two give the same
+        grid."""
 
     def grid(self, data_type: str, message_bytes: int, choice: LaunchChoice) -> tuple[int, int]:
-        """Blocks of a launch, and their threads. ``why_not(choice)`` is empty."""
+        """Return the blocks of a launch and their threads. ``why_not(choice)`` must be ""."""
 
     def prepare(
         self, data_type: str, message_bytes: int, choice: LaunchChoice, counter: _core.Counter
     ) -> Callable[..., bool]:
-        """What takes the addresses of input and output and a stream, launches, and tells whether it could. The counter
-        counts its calls."""
+        """Return a function that launches the program. It takes addresses of input and output and a stream, and returns
+        whether the launch was enqueued. ``counter`` counts the calls."""
 
 
-#: Of a communicator that has none.
+#: Programs of a communicator without any.
 NO_PROGRAMS: Mapping[str, Kernels] = MappingProxyType({})
 
 
 def named_by(config: Config, table: TuningTable) -> dict[str, str]:
-    """All programs that an option or a row names, each with the place that does."""
+    """Return all programs that an option or a row names, each with the place of its name."""
     found = {row.algorithm: f"tuning table {table.name}" for row in rows_of_programs(table)}
     if registry.is_program(config.algorithm):
         found[config.algorithm] = f"option algorithm ({config.origins.get('algorithm', 'Python')})"
@@ -85,19 +87,19 @@ def named_by(config: Config, table: TuningTable) -> dict[str, str]:
 
 
 def rows_of_programs(table: TuningTable) -> Iterator[Row]:
-    """Those of all operations."""
+    """Return the rows of all operations that name a program."""
     for operation in OPERATIONS_OF_PROGRAMS:
         yield from table.rows.get(of_programs(operation), ())
 
 
 def choice_of(row: Row) -> LaunchChoice:
-    """What a row says of how its program is launched."""
+    """Return the launch parameters of a row."""
     return LaunchChoice(row.blocks or None, row.threads or None)
 
 
 def check_rows(table: TuningTable, programs: Mapping[str, Kernels]) -> None:
-    """Raises ConfigError if a row names a program that is not compiled, one of another operation, or one that cannot be
-    launched as it says."""
+    """Raise ConfigError if a row names a program that is not compiled, has another operation, or rejects the row's
+    launch parameters."""
     for row in rows_of_programs(table):
         if row.algorithm not in programs:
             raise ConfigError(
@@ -121,8 +123,11 @@ def check_rows(table: TuningTable, programs: Mapping[str, Kernels]) -> None:
 def with_program(
     layout: Layout, problem: Problem, table: TuningTable, config: Config, programs: Mapping[str, Kernels]
 ) -> Layout:
-    """A layout for the program that is named for a message; the one that is given where no program is, or where that
-    does not serve the message, with the reason. The same on all ranks."""
+    """Replace a layout by that of the program named for the message. Equal on all ranks.
+
+    Return ``layout`` if no program is named. If the program does not serve the message, return ``layout`` with the
+    reason added to its plan.
+    """
     if problem.operation not in OPERATIONS_OF_PROGRAMS or layout.launches is None:
         return layout
     named = _named_for(problem, table, config)
@@ -155,7 +160,7 @@ def with_program(
 
 
 class _Named(NamedTuple):
-    """A program for a message, by what it is named, and how it is to be launched."""
+    """Program named for a message: its name, where it was named, and its launch parameters."""
 
     name: str
     because: str
@@ -163,14 +168,14 @@ class _Named(NamedTuple):
 
 
 def _named_for(problem: Problem, table: TuningTable, config: Config) -> _Named | None:
-    """The program that is named for a message; None for none."""
+    """Return the program named for a message, or None."""
     if registry.is_program(config.algorithm):
         return _Named(config.algorithm, f"algorithm forced to {config.algorithm}", OWN_CHOICE)
     rows = table.rows.get(of_programs(problem.operation), ())
     if config.algorithm != "auto" or not rows:
         return None
-    # Where a row of a program and one of an algorithm have the same size, that of the program counts: the other one is
-    # for messages that the program does not serve.
+    # If rows of a program and of an algorithm have one size, the program's counts. The other serves messages that the
+    # program does not.
     of_all = sorted((*rows, *table.rows.get(problem.operation, ())), key=lambda row: row.up_to)
     row = row_of(tuple(of_all), problem.message_bytes())
     if row is None or not registry.is_program(row.algorithm):
@@ -179,7 +184,7 @@ def _named_for(problem: Problem, table: TuningTable, config: Config) -> _Named |
 
 
 def _within_max_blocks(kernels: Kernels, problem: Problem, choice: LaunchChoice, config: Config) -> LaunchChoice:
-    """The choice, or one of fewer blocks, where option max_blocks bounds those of large messages."""
+    """Apply option max_blocks to the launch parameters of a large message."""
     most = config.max_blocks
     if most is None or problem.message_bytes() < LARGE_BYTES:
         return choice

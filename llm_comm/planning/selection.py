@@ -1,6 +1,6 @@
-"""From a tuning table to the plan for a message: a pure function of what is asked, the table, options and limits.
+"""Selection: from a tuning table to the plan of a message, a pure function of problem, table, options and limits.
 
-The table chooses; how the choice is cut to size is arithmetic of the core (``csrc/algorithms/launch_shape.h``).
+The table names algorithm and parameters. The core adapts these to the size (``csrc/algorithms/launch_shape.h``).
 """
 
 from __future__ import annotations
@@ -17,23 +17,22 @@ from llm_comm.planning.multicast import NO_MULTICAST, Multicast
 from llm_comm.planning.plan import Plan, Problem, without_kernel
 from llm_comm.planning.tables import ALL_REDUCE, FUSED, Row, TuningTable, of_symmetric, row_of, row_of_fields
 
-_LARGEST_NUMBER = (1 << 32) - 1  # that a field of a choice can hold
+_LARGEST_NUMBER = (1 << 32) - 1  # largest value of a field of ``Choice``
 _LINE_BYTES = 16
-# Of a chunk where an operation has few blocks; fewer still where the staging memory has no room.
+# Smallest chunk in 16-byte lines of an operation with few blocks. The core takes fewer if staging memory is short.
 _FEWEST_LINES = 128
 _LINES_OF_FEW_BLOCKS = 4096
 
 
 class Layout(NamedTuple):
-    """A plan, and what the core takes to prepare it."""
+    """A plan, and the arguments with which the core prepares it."""
 
     plan: Plan
-    #: None where there is no kernel to launch.
+    #: Arguments of ``Core.prepare``; None if no kernel is launched.
     launches: tuple[int, _core.Problem, _core.Tiling] | None
-    #: The same to launch in their place where the tensors are symmetric; None for nothing else.
+    #: Arguments for the launch on symmetric tensors; None if there is no such algorithm.
     direct: tuple[int, _core.Problem, _core.Tiling] | None = None
-    #: In place of ``launches``: makes what ``Core.prepare`` would have returned, for a program of llm_comm.dsl. The
-    #: counter is of its calls.
+    #: For a DSL program, instead of ``launches``: builds the launch function. The argument counts its calls.
     program: Callable[[_core.Counter], Callable[..., bool]] | None = None
 
 
@@ -46,9 +45,9 @@ class _Chosen(NamedTuple):
 def select(
     problem: Problem, table: TuningTable, config: Config, limits: _core.Limits, multicast: Multicast = NO_MULTICAST
 ) -> Plan:
-    """The plan for a message. A message that cannot be served is declined.
+    """Return the plan of a message. A message that cannot be served is declined.
 
-    The same on every rank that has the same table, config, limits and multicast.
+    Equal on ranks with equal table, config, limits and multicast.
     """
     return lay_out(problem, table, config, limits, multicast).plan
 
@@ -56,7 +55,7 @@ def select(
 def lay_out(
     problem: Problem, table: TuningTable, config: Config, limits: _core.Limits, multicast: Multicast = NO_MULTICAST
 ) -> Layout:
-    """The same, ready for ``Core.prepare``."""
+    """Plan a message, and return the arguments of ``Core.prepare`` with the plan."""
     message_bytes = problem.message_bytes()
 
     def no_kernel(outcome: str, why: str) -> Layout:
@@ -95,8 +94,10 @@ def lay_out(
 
 
 def with_direct(layout: Layout, problem: Problem, table: TuningTable, config: Config, limits: _core.Limits) -> Layout:
-    """A layout that also says what runs where the tensors are symmetric: by the table's row for that, or the first
-    candidate that there is. A forced algorithm does not need a row."""
+    """Add the launch for symmetric tensors to a layout: by the table's row, or by the first candidate.
+
+    A forced algorithm does not need a row.
+    """
     if layout.launches is None or problem.message_bytes() < table.symmetric_from(problem.operation):
         return layout
     operation, for_core = registry.operations()[problem.operation], problem.for_core()
@@ -105,7 +106,7 @@ def with_direct(layout: Layout, problem: Problem, table: TuningTable, config: Co
     def is_of_row(algorithm: registry.Algorithm) -> bool:
         return row is not None and (algorithm.name, algorithm.protocol) == (row.algorithm, row.protocol)
 
-    # That of the row may not serve the message; then another one may.
+    # The row's algorithm is tried first. If it does not serve the message, another may.
     for algorithm in sorted(operation.algorithms, key=is_of_row, reverse=True):
         if not algorithm.is_symmetric or problem.data_type not in algorithm.data_types:
             continue
@@ -120,7 +121,7 @@ def with_direct(layout: Layout, problem: Problem, table: TuningTable, config: Co
         for choice in choices:
             try:
                 tiling = _core.shape(algorithm.number, for_core, _bounded(choice, problem, config), limits).tiling
-            except ValueError:  # peers access whole lines only, for one
+            except ValueError:  # for example, peers access whole lines only
                 continue
             plan = dataclasses.replace(layout.plan, symmetric=algorithm.name)
             return Layout(plan, layout.launches, (algorithm.number, for_core, tiling))
@@ -128,7 +129,7 @@ def with_direct(layout: Layout, problem: Problem, table: TuningTable, config: Co
 
 
 def choosable(table: TuningTable, config: Config, limits: _core.Limits, multicast: Multicast) -> list[int]:
-    """Numbers of the algorithms that plans can name, whatever the message and the tensors."""
+    """Return the numbers of the algorithms that plans can name for any message and tensors."""
     found = []
     for operation in registry.operations().values():
         why_not = _why_not(operation.algorithms, config, multicast)
@@ -138,7 +139,8 @@ def choosable(table: TuningTable, config: Config, limits: _core.Limits, multicas
         has_gaps = not rows or any(algorithm is None or algorithm.is_symmetric for algorithm in of_rows)
         for algorithm in operation.algorithms:
             key = algorithm.name, algorithm.protocol
-            # Without a row: the first candidates, those of symmetric tensors, and HB by few blocks.
+            # Algorithms that plans use without a row: first candidates, those for symmetric tensors, and HB under
+            # max_blocks.
             is_few_blocks = algorithm.protocol == "HB" and config.max_blocks is not None
             needs_no_row = not algorithm.needs_row and (has_gaps or algorithm.is_symmetric or is_few_blocks)
             if not why_not[key] and (key in named or needs_no_row or algorithm.name == config.algorithm):
@@ -147,15 +149,16 @@ def choosable(table: TuningTable, config: Config, limits: _core.Limits, multicas
 
 
 def message_limit(operation: str, table: TuningTable, config: Config) -> int:
-    """Larger messages are declined, in bytes."""
+    """Return the size in bytes above which messages of ``operation`` are declined."""
     limit = table.max_message_bytes if config.max_message_bytes is None else config.max_message_bytes
-    if config.batch_invariant_norm == "llm_comm":  # an engine's norms, behind larger messages, have other bits
+    # Larger messages would get the engine's norm, with another bitwise result.
+    if config.batch_invariant_norm == "llm_comm":
         return limit
     return min(limit, table.max_fused_bytes) if operation == FUSED else limit
 
 
 def why_not_served(problem: Problem, table: TuningTable, config: Config) -> str:
-    """Why a message is declined whatever algorithms there are, or ""."""
+    """Return why a message is declined whatever the algorithms, or ""."""
     operation = registry.operations()[problem.operation]
     why = operation.why_not_rows(problem.row)
     if why:
@@ -163,7 +166,7 @@ def why_not_served(problem: Problem, table: TuningTable, config: Config) -> str:
     if problem.world_size == 1:
         return "one rank: nothing to exchange"
     limit = message_limit(ALL_REDUCE, table, config)
-    # The bound of a table is the largest size of its rows, which go by the largest part. The option bounds tensors.
+    # The table's bound applies to the largest shard, by which its rows are sorted. The option bounds the whole tensor.
     is_option = config.max_message_bytes is not None
     message_bytes = problem.whole_bytes() if is_option else problem.message_bytes()
     if message_bytes > limit:
@@ -185,7 +188,7 @@ def _choose(
     limits: _core.Limits,
     multicast: Multicast,
 ) -> _Chosen | None:
-    """By the table's row, the forced algorithm, or else the first candidate that there is."""
+    """Choose by the table's row, else the forced algorithm, else the first candidate."""
     operation = registry.operations()[problem.operation]
     of_type = [a for a in operation.algorithms if problem.data_type in a.data_types and not a.is_symmetric]
     why_not = _why_not(of_type, config, multicast)
@@ -221,22 +224,25 @@ def _choose(
         for choice in _core.candidates(algorithm.number, for_core, limits):
             reason = f"{table.name} has no row for {problem.operation}: the first candidate{remark}"
             return _Chosen(algorithm, choice, reason)
-    if of_size is not None and algorithms[0].name == config.algorithm:  # has no candidates where others are better
+    # the core lists no candidates at sizes where other algorithms are better
+    if of_size is not None and algorithms[0].name == config.algorithm:
         reason = f"{table.name}, up to {of_size.up_to}, as far as {config.algorithm} takes it{remark}"
         return _Chosen(algorithms[0], _choice(_within_ranges(of_size, algorithms[0]), table), reason)
     return None
 
 
 def _can_use(algorithm: registry.Algorithm, row: Row, meant_for: registry.Algorithm | None) -> bool:
-    """Whether the numbers of a row serve another algorithm too: one of the same protocol and tunables. What is a good
-    tile of LL is a bad chunk of HB, and HB takes fewer blocks."""
+    """Return whether the row's parameters also suit ``algorithm``: same protocol and tunables as ``meant_for``.
+
+    A good LL tile is a bad HB chunk, and HB takes fewer blocks.
+    """
     if meant_for is None or (algorithm.protocol, algorithm.ranges.keys()) != (row.protocol, meant_for.ranges.keys()):
         return False
     return all(bounds.takes(getattr(row, name)) for name, bounds in algorithm.ranges.items())
 
 
 def _within_ranges(row: Row, algorithm: registry.Algorithm) -> Row:
-    """The numbers of a row, or those next to them that the algorithm takes."""
+    """Clamp the parameters of a row to the ranges of an algorithm."""
     return row._replace(
         **{name: min(max(getattr(row, name), bounds.least), bounds.most) for name, bounds in algorithm.ranges.items()}
     )
@@ -245,7 +251,7 @@ def _within_ranges(row: Row, algorithm: registry.Algorithm) -> Row:
 def _why_not(
     algorithms: Iterable[registry.Algorithm], config: Config, multicast: Multicast
 ) -> dict[tuple[str, str], str]:
-    """Why algorithms may not be used, by name and protocol; "" for those that may."""
+    """Return why each algorithm is not permitted, by name and protocol; "" if it is."""
     return {
         (a.name, a.protocol): switch.why_not(a, config, multicast, is_forced=a.name == config.algorithm)
         for a in algorithms
@@ -255,9 +261,9 @@ def _why_not(
 def _rows_or_general(
     why_not: Mapping[tuple[str, str], str], table: TuningTable, operation: str, limits: _core.Limits
 ) -> tuple[tuple[Row, ...], str]:
-    """The usable rows of an operation, or those for tables that have none; and a remark on them.
+    """Return the usable rows of an operation, or general rows if there are none, and a remark for the plan's reason.
 
-    A row that cannot be used is left out: the next one counts that serves the size.
+    Rows whose algorithm is not permitted are dropped. The next row that covers the size then counts.
     """
     rows = tuple(row for row in table.rows.get(operation, ()) if not why_not.get((row.algorithm, row.protocol)))
     if rows:
@@ -272,16 +278,17 @@ def _rows_or_general(
     return (), ""
 
 
-# One-shot receives the row from every rank: it takes as many blocks as a cluster can have, so that they are small, as
-# the plain kernels' tables prefer them too. Two-shot has 1/N of that to do, and takes smaller clusters where there are
-# more rows than SMs.
+# One-shot receives the whole row from every rank. It takes the largest cluster, so that each block has little to do;
+# tables of the plain kernels prefer small blocks too. Two-shot has 1/N of that work, and takes smaller clusters if
+# there are more rows than SMs.
 _FUSED_ONE_SHOT = Row(0, FUSED, "one_shot", "LL", blocks=1056, threads=1024, cluster=16)
 _FUSED_TWO_SHOT = Row(0, FUSED, "two_shot", "LL", blocks=1056, threads=512, cluster=8)
 _FUSED_TWO_SHOT_OF_MANY = _FUSED_TWO_SHOT._replace(cluster=4, depth=1)
 
 
 def derive_fused_rows(rows: tuple[Row, ...]) -> tuple[Row, ...]:
-    """Rows for fused operations where none have been measured: the algorithm of the plain all-reduce at each size."""
+    """Derive rows of the fused operation from those of the plain all-reduce: the same algorithm at each size. Not
+    measured."""
     derived: list[Row] = []
     for row in rows:
         for up_to in sorted({min(row.up_to, MIB), row.up_to}):
@@ -317,15 +324,17 @@ def _choice(row: Row, table: TuningTable) -> _core.Choice:
 def _with_few_blocks(
     chosen: _Chosen, algorithms: list[registry.Algorithm], problem: Problem, config: Config
 ) -> _Chosen:
-    """Where ``max_blocks`` allows fewer blocks than the table wants: an algorithm of HB, if there is one, with large
-    chunks. A few blocks carry several times as much by HB as by LL (docs/tuning.md)."""
+    """Under ``max_blocks``, replace a choice with more blocks by an HB algorithm with large chunks, if there is one.
+
+    A few blocks carry several times as much by HB as by LL (docs/tuning.md).
+    """
     if not _is_bound(chosen.choice, problem, config):
         return chosen
     assert config.max_blocks is not None
     reason = f"{chosen.reason}; max_blocks={config.max_blocks}"
     part_bytes = problem.whole_bytes() / problem.world_size
     lines_of_block = int(part_bytes / _LINE_BYTES / config.max_blocks)
-    # Some chunks for each block, so that it sends one while another one comes.
+    # Several chunks for each block, so that it sends one while it receives another.
     tile_lines = min(max(lines_of_block // 4, _FEWEST_LINES), _LINES_OF_FEW_BLOCKS)
     for algorithm in algorithms:
         if algorithm.protocol == "HB":
@@ -340,7 +349,7 @@ def _is_bound(choice: _core.Choice, problem: Problem, config: Config) -> bool:
 
 
 def _bounded(choice: _core.Choice, problem: Problem, config: Config) -> _core.Choice:
-    """The choice with the blocks that a large operation may take at most."""
+    """Limit the blocks of a large operation to ``max_blocks``."""
     if config.max_blocks is None or not _is_bound(choice, problem, config):
         return choice
     return _core.Choice(

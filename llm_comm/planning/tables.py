@@ -1,4 +1,4 @@
-"""Tuning tables: by operation and message size, which algorithm runs, and with which tunables."""
+"""Tuning tables: algorithm and tuning parameters by operation and message size."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ FUSED = "all_reduce_add_rms_norm"
 ALL_GATHER = "all_gather"
 REDUCE_SCATTER = "reduce_scatter"
 
-#: What a row may say of how a program of llm_comm.dsl is launched.
+#: Tuning parameters of DSL programs.
 TUNABLES_OF_PROGRAMS = ("blocks", "threads")
 
 
 class RunnerUp(NamedTuple):
-    """The fastest of the other algorithms where a row was measured, and its microseconds a call."""
+    """Second fastest algorithm in the measurement of a row, with its microseconds a call."""
 
     algorithm: str
     protocol: str
@@ -30,41 +30,45 @@ class RunnerUp(NamedTuple):
 
 
 class Row(NamedTuple):
-    """How an operation runs on messages of up to ``up_to`` bytes: of an operation on parts, the largest rank's part. A
-    tunable that the algorithm does not have is 0, and so is one that is left to a program."""
+    """Algorithm and tuning parameters for messages of up to ``up_to`` bytes. For operations on shards, ``up_to`` is the
+    largest shard.
+
+    A parameter that the algorithm does not have, or that is left to a DSL program, is 0.
+    """
 
     up_to: int
     operation: str
     algorithm: str
     protocol: str
-    #: Most blocks of a launch; a message with less to do takes fewer.
+    #: Maximum blocks of a launch; small messages take fewer.
     blocks: int = 0
-    #: Most threads of a block.
+    #: Maximum threads of a block.
     threads: int = 0
     #: 16-byte lines that a block exchanges with each peer at a time.
     tile_lines: int = 0
-    #: Most blocks that share a row of the message; fewer where the device permits no more.
+    #: Maximum blocks that share a row of the message; fewer if the device permits no more.
     cluster: int = 0
     #: Tiles that a block sends ahead of the one it waits for.
     depth: int = 0
-    #: Of a message of ``up_to`` bytes, where that was measured: microseconds a call, and what came next. They are for
-    #: people who read a table; nothing is chosen by them.
+    #: Measured microseconds of a call of ``up_to`` bytes, and the second fastest algorithm. Information for readers of
+    #: the table, not used for selection.
     us: float | None = None
     runner_up: RunnerUp | None = None
 
     def without_figures(self) -> Row:
-        """What is chosen by: rows that are alike in it run alike."""
+        """Return the row without figures. Rows that are equal then behave alike."""
         return self._replace(us=None, runner_up=None)
 
     def tunables(self) -> dict[str, int]:
-        """Those that the algorithm has, by name; of a program, those that are not left to it."""
+        """Return the tuning parameters that the algorithm has, by name. For a program: those that are not left to
+        it."""
         if registry.is_program(self.algorithm):
             return {name: getattr(self, name) for name in TUNABLES_OF_PROGRAMS if getattr(self, name)}
         algorithm = registry.operations()[self.operation].find(self.algorithm, self.protocol)
         return {} if algorithm is None else {name: getattr(self, name) for name in algorithm.ranges}
 
     def entry(self) -> dict[str, Any]:
-        """What a file says of it."""
+        """Return the entry of a table file."""
         figures: dict[str, Any] = {} if self.us is None else {"us": self.us}
         if self.runner_up is not None:
             figures["runner_up"] = self.runner_up._asdict()
@@ -79,14 +83,16 @@ class Row(NamedTuple):
 
 
 def row_of_fields(fields: _core.RowFields) -> Row:
-    """A row from the fields that the core has of it."""
+    """Convert the core's fields of a row."""
     us, runner_up = fields[9:]
     return Row(*fields[:9], us, None if runner_up is None else RunnerUp(**runner_up))
 
 
 class MulticastEntry(NamedTuple):
-    """On what ``llm-comm tune --multicast`` has tested algorithms by the NVLink switch: a communicator uses multicast
-    where it is on the same."""
+    """Configuration on which ``llm-comm tune --multicast`` has tested algorithms of the NVLink switch.
+
+    A communicator uses multicast by the table only on the same device, driver and world size.
+    """
 
     device: str
     driver: str
@@ -95,19 +101,19 @@ class MulticastEntry(NamedTuple):
 
 
 class Origin(NamedTuple):
-    """Where the table of a communicator was found."""
+    """Place where the table of a communicator was found."""
 
-    #: One of the words below.
+    #: One of the constants below.
     kind: str = ""
-    #: Its file; empty where there is none.
+    #: Path of the file; "" if there is none.
     path: str = ""
-    #: Whether it was measured on this kind of device, and on as many of them.
+    #: True if measured on this kind of device with this number of ranks.
     is_tuned: bool = True
-    #: A file in the user's directory that would have been taken but cannot be used.
+    #: File in the user's directory that would have precedence but cannot be used.
     passed_over: str = ""
 
     def describe(self) -> str:
-        """For people who look for the reason why ranks differ."""
+        """Return the origin in words, for an operator whose ranks have different tables."""
         where = f"{self.kind} {shortened(self.path)}" if self.path else self.kind
         return f"{where}, as {shortened(self.passed_over)} cannot be used" if self.passed_over else where
 
@@ -118,69 +124,71 @@ SHIPPED = "shipped"
 NEAREST = "nearest"
 GENERAL = "general"
 EMULATED = "emulated"
-#: Those that the name of a table does not say already.
+#: Origins of a table that its name does not show.
 _TOLD_BESIDE_NAME = (BY_OPTION, OF_USER, SHIPPED)
 NOT_TUNED = "not tuned for this machine: run llm-comm tune --install"
 
 
 class TuningTable(NamedTuple):
-    """Rows for one device and world size, by operation (``by_operation``) and size. An operation's last row serves all
-    larger messages. Of several rows of one size the first counts whose algorithm can be used: those by the NVLink
-    switch stand before one that needs none."""
+    """Rows for one device and world size, by operation (``by_operation``) and size.
+
+    The last row of an operation serves all larger messages. If several rows have one size, the first whose algorithm
+    may be used counts. Rows that need the NVLink switch therefore precede the row that does not.
+    """
 
     name: str
     rows: Mapping[str, tuple[Row, ...]]
     max_message_bytes: int
-    #: Larger messages are not fused: an all-reduce and a norm of its own are as fast. The default is what was found on
-    #: 4 H200s.
+    #: Size in bytes above which messages are not fused: all-reduce and a separate norm are as fast. Default: measured
+    #: on 4 H200.
     max_fused_bytes: int = MIB
-    #: Where fused rows would take more blocks than this, fewer of them share a row: among the kernels of a model, many
-    #: small blocks cost more than they gain (docs/experiments/model_kernels.md). 0: any number.
+    #: Block count above which fewer blocks share a row of a fused call. Between a model's kernels, many small blocks
+    #: cost more than they gain (docs/experiments/model_kernels.md). 0: no bound.
     fused_blocks: int = 0
-    #: Smaller messages run alike whether or not their tensors are symmetric: to tell the peers where they lie takes a
-    #: hop. For all operations, or by operation. The default is not measured.
+    #: Size in bytes below which symmetric tensors get no special algorithm: exchanging their addresses costs one hop.
+    #: One number, or one for each operation. The default is not measured.
     min_symmetric_bytes: int | Mapping[str, int] = MIB
-    #: Of a table that permits NVLink multicast.
+    #: Set in a table that permits NVLink multicast.
     multicast: MulticastEntry | None = None
-    #: Of linear layers, those of one layer sorted by tokens.
+    #: Rows of linear layers. Rows of one layer are sorted by tokens.
     layers: tuple[LayerRow, ...] = ()
-    #: Of groups over several nodes, those of one number of nodes sorted by bytes. The other rows are then of the ranks
-    #: of one node.
+    #: Rows of groups over several nodes. Rows of one number of nodes are sorted by bytes. In a table with node rows,
+    #: all other rows apply to the ranks of one node.
     nodes: tuple[NodeRow, ...] = ()
-    #: Of a table that a communicator goes by. Nothing is chosen by it.
+    #: Origin of a communicator's table. Not used for selection.
     origin: Origin = Origin()
 
     def describe(self) -> str:
-        """Its name and origin, and what to do where it is that of another machine."""
+        """Return name and origin, with advice if the table is of another machine."""
         words = f"{self.name}, {self.origin.kind}" if self.origin.kind in _TOLD_BESIDE_NAME else self.name
         return words if self.origin.is_tuned else f"{words}; {NOT_TUNED}"
 
     def symmetric_from(self, operation: str) -> int:
-        """``min_symmetric_bytes`` of an operation."""
+        """Return ``min_symmetric_bytes`` of an operation."""
         least = self.min_symmetric_bytes
         return least if isinstance(least, int) else least.get(operation, MIB)
 
     def with_rows(self, *rows: Row) -> TuningTable:
-        """A table with these in place of all rows of their operations."""
+        """Return a table in which ``rows`` replace all rows of their operations."""
         found = self._replace(rows={**self.rows, **by_operation(rows)})
         replaced = {of_programs(row.operation) for row in rows} - by_operation(rows).keys()
         return found._replace(rows={key: of_key for key, of_key in found.rows.items() if key not in replaced})
 
     def with_layers(self, rows: Iterable[LayerRow]) -> TuningTable:
-        """A table with these in place of all rows of their layers."""
+        """Return a table in which ``rows`` replace all rows of their layers."""
         rows = tuple(rows)
         replaced = {row.layer() for row in rows}
         return self._replace(layers=(*(row for row in self.layers if row.layer() not in replaced), *rows))
 
     def with_programs(self, names: Container[str]) -> TuningTable:
-        """A table without the rows of all other programs."""
+        """Return a table without rows of programs other than ``names``."""
         kept = (row for rows in self.rows.values() for row in rows)
         return self._replace(
             rows=by_operation(row for row in kept if not registry.is_program(row.algorithm) or row.algorithm in names)
         )
 
     def digest(self) -> str:
-        """The name, and a digest of what is chosen by: what ranks compare."""
+        """Return the name and a digest of everything that affects selection. Ranks compare it."""
         rows = {key: tuple(row.without_figures() for row in rows) for key, rows in self.rows.items()}
         layers = tuple(row.without_figures() for row in self.layers)
         nodes = tuple(row.without_figures() for row in self.nodes)
@@ -189,7 +197,7 @@ class TuningTable(NamedTuple):
 
 
 def by_operation(rows: Iterable[Row]) -> dict[str, tuple[Row, ...]]:
-    """Rows as a table has them."""
+    """Group rows by the keys of ``TuningTable.rows``."""
     found: dict[str, tuple[Row, ...]] = {}
     for row in rows:
         algorithm = registry.operations()[row.operation].find(row.algorithm, row.protocol)
@@ -202,21 +210,21 @@ def by_operation(rows: Iterable[Row]) -> dict[str, tuple[Row, ...]]:
 
 
 def of_symmetric(operation: str) -> str:
-    """By which a table has the rows of an operation that run in place of its others where tensors are symmetric."""
+    """Key of the rows that apply to symmetric tensors."""
     return f"{operation} of symmetric tensors"
 
 
-#: Whose rows may name programs.
+#: Operations whose rows may name DSL programs.
 OPERATIONS_OF_PROGRAMS = (ALL_REDUCE, ALL_GATHER, REDUCE_SCATTER)
 
 
 def of_programs(operation: str) -> str:
-    """By which a table has the rows of an operation that name programs of llm_comm.dsl (planning/programs.py)."""
+    """Key of the rows that name DSL programs (planning/programs.py)."""
     return f"{operation} by programs"
 
 
 def row_of(rows: tuple[Row, ...], message_bytes: int) -> Row | None:
-    """The row that serves a message, the first of the largest size if it is larger than all; None where there are no
+    """Return the row for a message size. A message above all rows gets the first row of the largest size. None without
     rows."""
     of_largest = next((row for row in rows if row.up_to == rows[-1].up_to), None)
     return next((row for row in rows if message_bytes <= row.up_to), of_largest)

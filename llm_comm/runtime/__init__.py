@@ -1,1 +1,1 @@
-"""One group of ranks: how they meet, map each other's memory, and notice that one of them has failed."""
+"""Set-up and supervision of one group of ranks: rendezvous, shared memory, device, watchdog, statistics."""

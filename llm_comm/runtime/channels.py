@@ -1,4 +1,4 @@
-"""Channels for kernels outside of the library: what such a kernel is given, and the memory behind it."""
+"""Channels of the user's own kernels: the device-side description, and the memory and semaphores that belong to it."""
 
 from __future__ import annotations
 
@@ -13,22 +13,23 @@ from llm_comm.runtime.comparison import check_alike, digest_of
 from llm_comm.runtime.core_handle import CoreHandle
 from llm_comm.runtime.symmetric_heap import SymmetricHeap
 
-#: Of a tensor that nobody has chosen.
+#: Bytes of the channels' memory if the caller passes none.
 DEFAULT_BYTES = 1 << 20
 MAX_SEMAPHORES = 1 << 16
-#: What kernels access lies at a multiple of it: a line.
+#: Alignment in bytes of memory that kernels access: one 16-byte line.
 _ALIGNMENT = 16
 
 
 class Channels:
-    """Memory and port channels from this rank to every other one, for kernels of one's own.
+    """Memory and port channels from this rank to every other rank, for kernels of the user.
 
-    A kernel takes them as ``const llm_comm::Channels*`` (``llm_comm/channels.cuh``); ``handle`` is that address. They
-    are of use while this object and its communicator are there: a kernel, or a CUDA graph with one, must not run later.
+    A kernel takes them as ``const llm_comm::Channels*`` (``llm_comm/channels.cuh``), the address in ``handle``. The
+    address is valid while this object and its communicator exist. Kernels, and CUDA graphs that hold them, must not run
+    later.
 
     Attributes:
-        memory: The tensor of this rank to which the channels of the others write, and from which they read.
-        semaphores: Of each pair of ranks, for memory channels; as many again for port channels.
+        memory: Symmetric tensor of this rank. The channels of the peers write to it and read from it.
+        semaphores: Number of semaphores of each pair of ranks for memory channels. Port channels have as many again.
     """
 
     def __init__(
@@ -41,14 +42,14 @@ class Channels:
     ) -> None:
         self.memory = memory
         self.semaphores = semaphores
-        #: As the core names them (segment, offset): the memory, and the words of the semaphores.
+        #: (segment, symmetric offset) of the memory, and of the words of the semaphores.
         self.places = places
         self._handle = handle
         self._private = private
 
     @property
     def handle(self) -> int:
-        """Address in this device's memory, for a kernel's parameter of type ``const llm_comm::Channels*``.
+        """Device address of the channels, for a kernel parameter of type ``const llm_comm::Channels*``.
 
         Raises:
             RuntimeError: The communicator is closed.
@@ -64,14 +65,14 @@ def open_channels(
     semaphores: int,
     code: str | bytes | None = None,
 ) -> Channels:
-    """``Communicator.channels``."""
+    """Implement ``Communicator.channels``. Collective."""
     rendezvous = heap.meet("channels")
     said = rendezvous.collect("request for channels", lambda: _request(heap, handle, memory, semaphores, code))
     check_alike(rendezvous.names, "have different code for channels", [request.pop("code") for request in said])
     check_alike(rendezvous.names, "ask for different channels", [_in_words(request) for request in said])
     if memory is None:
         memory = heap.empty(DEFAULT_BYTES, torch.uint8)
-    head = -(-_core.bytes_of_channels() // _ALIGNMENT) * _ALIGNMENT * 2  # words are aligned to 32 bytes
+    head = -(-_core.bytes_of_channels() // _ALIGNMENT) * _ALIGNMENT * 2  # semaphore words are aligned to 32 bytes
     private = heap.empty(head + _core.bytes_of_semaphores(rendezvous.world_size, semaphores), torch.uint8)
 
     core = handle.core()
@@ -85,14 +86,14 @@ def open_channels(
         if private.is_cuda:
             torch.cuda.current_stream(private.device).synchronize()
 
-    # A peer may signal as soon as it has its channels: by then the semaphores of all ranks are zero.
+    # A peer may signal as soon as it has its channels. The step ends once all ranks have zeroed their semaphores.
     rendezvous.attempt("set-up of channels", fill)
     return Channels(handle, memory, semaphores, private, places)
 
 
 def _request(heap: SymmetricHeap, handle: CoreHandle, memory: Any, semaphores: Any, code: Any) -> dict[str, Any]:
-    """What this rank asks for: where the memory lies, which has to be the same place on all ranks, and a digest of the
-    code that is to use the channels."""
+    """Return what this rank asks for: semaphores, (segment, offset, bytes) of the memory, and a digest of the kernel's
+    code. The ranks compare these, since the memory must have the same symmetric offset everywhere."""
     handle.check()
     heap.check_not_capturing("channels")
     try:

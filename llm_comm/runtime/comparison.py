@@ -1,4 +1,4 @@
-"""What must be alike on all ranks of a group before they can share memory, and the error where it is not."""
+"""Comparison of versions, devices, options and tuning tables between ranks, before the ranks share memory."""
 
 from __future__ import annotations
 
@@ -20,17 +20,17 @@ from llm_comm.runtime.rendezvous import Rendezvous
 
 logger = logging.getLogger("llm_comm")
 
-#: The options whose values are compared here.
+#: Options that must have the same value on all ranks.
 _COMPARED = tuple(name for name, option in OPTIONS.items() if option.alike is Alike.YES)
 
 _LIMITS_OF_A_DEVICE = ("sm_count", "max_cluster", "compute_capability")
 
 
 def compare_ranks(rendezvous: Rendezvous, device: torch.device, config: Config) -> _core.Limits:
-    """Compares GPUs, versions, devices and options. Returns what bounds the launches of this rank.
+    """Compare GPUs, versions, devices and options of all ranks. Return the launch limits of this rank.
 
     Raises:
-        RendezvousError: They differ, or a rank cannot tell them. Raised on all ranks alike.
+        RendezvousError: The ranks differ, or a rank could not read its properties. Raised on all ranks alike.
     """
     limits: list[_core.Limits] = []
 
@@ -47,7 +47,7 @@ def compare_ranks(rendezvous: Rendezvous, device: torch.device, config: Config) 
 
     everyone = rendezvous.collect("comparison of ranks", introduction)
     shared = _shared_gpus(rendezvous.names, [other["gpu"] for other in everyone])
-    # Where only some have the option, the comparison of options says so.
+    # If only some ranks have the option share_gpu, the comparison of options below reports it.
     if shared and not any(other["config"].get("share_gpu") for other in everyone):
         raise RendezvousError(
             f"ranks of {rendezvous.names.of_group} share a GPU, each needs one of its own (torch.cuda.set_device): "
@@ -80,10 +80,11 @@ def compare_ranks(rendezvous: Rendezvous, device: torch.device, config: Config) 
 
 
 def compare_tables(rendezvous: Rendezvous, table: TuningTable) -> None:
-    """Compares what the ranks choose by: with other grids on one of them, sums would be wrong or never come.
+    """Compare the tuning tables. Ranks with different tables would launch different grids and hang or compute wrong
+    results.
 
     Raises:
-        RendezvousError: They differ. Raised on all ranks alike.
+        RendezvousError: The tables differ. Raised on all ranks alike.
     """
     found = rendezvous.collect("comparison of tuning tables", lambda: (table.digest(), table.origin.describe()))
     check_alike(
@@ -96,7 +97,7 @@ def compare_tables(rendezvous: Rendezvous, table: TuningTable) -> None:
 
 
 def _shared_gpus(names: RankNames, gpus: list[str | None]) -> str:
-    """Which ranks use the same GPU, in words; empty where each has one of its own, or is emulated."""
+    """Return in words which ranks use the same GPU, or "". Emulated GPUs (None) are never shared."""
     users = {gpu: [rank for rank, of in enumerate(gpus) if of == gpu] for gpu in gpus if gpu}
     return "; ".join(f"{names.several(ranks)} use {gpu}" for gpu, ranks in users.items() if len(ranks) > 1)
 
@@ -108,10 +109,10 @@ def check_alike(
 
     Args:
         names: Names of the ranks.
-        what: The difference, in words: "have different options".
-        values: JSON-able, by rank. Of dictionaries with the same keys, the error names the keys that differ.
-        shown: What the error says in place of the values.
-        to_do: What to do about it.
+        what: Predicate of the error, such as "have different options".
+        values: JSON-able, by rank. For dictionaries with equal keys, the error names the keys that differ.
+        shown: Text of each value in the error, if not the value itself.
+        to_do: Advice at the end of the error.
     """
     if all(value == values[0] for value in values):
         return
@@ -128,7 +129,7 @@ def check_alike(
 
 
 def _by_rank(names: RankNames, words: list[str]) -> str:
-    """ "8 on rank 1 (...), None on ranks 0, 2 (...)": the ranks that are fewer first."""
+    """ "8 on rank 1 (...), None on ranks 0, 2 (...)": the value with fewer ranks first."""
     ranks = {each: [rank for rank, said in enumerate(words) if said == each] for each in words}
     return ", ".join(
         f"{each} on {names.several(who)}" for each, who in sorted(ranks.items(), key=lambda at: len(at[1]))
@@ -136,7 +137,7 @@ def _by_rank(names: RankNames, words: list[str]) -> str:
 
 
 def _digest_of_algorithms() -> str:
-    """Digest of this build's registry: ranks choose kernels by its numbers."""
+    """Digest of this build's registry. Ranks name kernels by their numbers in it, so it must be equal on all ranks."""
     algorithms = [algorithm for operation in registry.operations().values() for algorithm in operation.algorithms]
     return digest_of("\n".join(str(algorithm) for algorithm in algorithms))
 

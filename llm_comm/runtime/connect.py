@@ -1,4 +1,4 @@
-"""How the ranks of a group set up their cores together: all of them, or none."""
+"""Set-up of the cores of a group: it succeeds on all ranks or on none."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ logger = logging.getLogger("llm_comm")
 
 
 class Agreed(NamedTuple):
-    """What a rank sets out with, once all ranks can."""
+    """Options and device of this rank, valid on all ranks."""
 
     rendezvous: Rendezvous
     device: torch.device
@@ -34,38 +34,39 @@ class Agreed(NamedTuple):
 
 
 class Compared(NamedTuple):
-    """What ranks have in common once they are known to fit together."""
+    """Properties that all ranks have in common after ``compare``."""
 
     limits: _core.Limits
     table: TuningTable
 
 
 class Connected(NamedTuple):
-    """What a rank has once all ranks are set up."""
+    """Connection of a rank, once all ranks are set up."""
 
     handle: CoreHandle
     planner: Planner
-    #: Of the workspaces: "VMM", "cudaIpc" or "POSIX shared memory".
+    #: Memory of the workspaces: "VMM", "cudaIpc" or "POSIX shared memory".
     memory_kind: str
 
 
 def agree(group: dist.ProcessGroup, device: torch.device | str | int | None, config: Config | None) -> Agreed:
-    """Finds the options and the device of this rank, on all ranks or on none. Collective.
+    """Resolve the options and the device of this rank, on all ranks or on none. Collective.
 
     Args:
         group: The ranks.
-        device, config: As of ``Communicator``.
+        device, config: Arguments of ``Communicator``.
 
     Raises:
-        ConfigError, UnsupportedInputError, RendezvousError: Those of a rank are wrong. Raised on all ranks alike.
+        ConfigError, UnsupportedInputError, RendezvousError: Options or device of a rank are wrong. Raised on all ranks
+            alike.
     """
     options, found, objection = None, None, None
     try:
         options = _options(config)
         found = devices.resolve(device)
-    except Exception as error:  # whatever it is, the other ranks must hear of it
+    except Exception as error:  # any error: the peers must be notified at the rendezvous
         objection = error
-    # A rank that cannot read how long it is to wait takes the usual time.
+    # A rank whose options cannot be read uses the default timeout_s for the rendezvous.
     timeout_s = Config.load({}).timeout_s if options is None else options.timeout_s
     rendezvous = Rendezvous(group, timeout_s, found)
 
@@ -88,18 +89,18 @@ def _options(config: Any) -> Config:
 
 
 def compare(rendezvous: Rendezvous, device: torch.device, config: Config, connected: int) -> Compared:
-    """Compares the ranks. Collective.
+    """Compare the ranks. Collective.
 
-    Whatever can fail on one rank is a step of the rendezvous: see there.
+    Every action that can fail on one rank is a step of the rendezvous (``Rendezvous.attempt``).
 
     Args:
-        rendezvous: Of all ranks of the group.
-        device, config: Of this rank.
-        connected: How many of the ranks are to be connected: those of one machine.
+        rendezvous: Rendezvous of all ranks of the group.
+        device, config: Device and options of this rank.
+        connected: Number of ranks that will share memory: those of one machine.
 
     Raises:
         ConfigError: A tuning table cannot be used. Raised on all ranks alike.
-        RendezvousError: The ranks do not fit together or a step has failed on one. Raised on all ranks alike.
+        RendezvousError: The ranks do not fit together, or a step failed on one. Raised on all ranks alike.
     """
     limits = compare_ranks(rendezvous, device, config)
     table = rendezvous.attempt("choice of a tuning table", lambda: devices.find_table(device, connected, config))
@@ -113,15 +114,15 @@ def connect(
     config: Config,
     compared: Compared,
 ) -> Connected:
-    """Makes the core of this rank, and maps the memory of the others. Collective.
+    """Create the core of this rank and map the memory of its peers. Collective.
 
     Args:
-        rendezvous: Of the ranks to connect, which are on one machine.
-        device, config: Of this rank.
-        compared: What ``compare`` returned.
+        rendezvous: Rendezvous of the ranks to connect, which are on one machine.
+        device, config: Device and options of this rank.
+        compared: Result of ``compare``.
 
     Raises:
-        RendezvousError: A step has failed on a rank. Raised on all ranks alike.
+        RendezvousError: A step failed on a rank. Raised on all ranks alike.
     """
     limits, table = compared
 
@@ -134,7 +135,7 @@ def connect(
     if found.is_up:
         why = self_test.run(rendezvous, core, device, config, limits_of_all)
         if why:
-            # A test that ran out of time has ended the core: all ranks make another one.
+            # A self-test that timed out has ended the core, so all ranks create a new one.
             found = multicast.failed(rendezvous, why)
             del core
             core, limits_of_all, memory_kind = _set_up(rendezvous, device, planner_of(limits, found))
@@ -144,9 +145,11 @@ def connect(
 
 
 def _set_up(rendezvous: Rendezvous, device: torch.device, planner: Planner) -> tuple[_core.Core, _core.Limits, str]:
-    """The core, with the memory of the others mapped, what bounds the launches of all ranks, and the kind of memory.
+    """Create the core and map the workspaces. Return the core, the limits that hold on all ranks, and the kind of
+    memory.
 
-    ``planner`` knows the limits of this rank alone.
+    ``planner`` has the limits of this rank only. Cluster sizes can differ between GPUs of a model, so the minimum is
+    used.
     """
     core, most_blocks = rendezvous.attempt("set-up of the device", lambda: _make_core(rendezvous.rank, device, planner))
     clusters: list[int] = rendezvous.gather("comparison of clusters", most_blocks)
@@ -160,7 +163,8 @@ def _set_up(rendezvous: Rendezvous, device: torch.device, planner: Planner) -> t
 
 
 def _make_core(rank: int, device: torch.device, planner: Planner) -> tuple[_core.Core, int]:
-    """The core, with the kernels that plans can name, and the most blocks of a cluster that its device has room for."""
+    """Create the core with the kernels that plans can name. Return it and the largest cluster its device has room
+    for."""
     is_emulated = device.type == "cpu"
     config, limits = planner.config, planner.limits
     options = _core.CoreOptions(
@@ -179,7 +183,7 @@ def _make_core(rank: int, device: torch.device, planner: Planner) -> tuple[_core
 
 
 def _watch(rendezvous: Rendezvous, core: _core.Core, timeout_s: float) -> Watchdog | None:
-    """A watchdog over the core, started; None for the only rank of a group."""
+    """Start a watchdog for the core. Return None for a group of one rank."""
     if rendezvous.names.size == 1:
         return None
     board = None
@@ -188,7 +192,7 @@ def _watch(rendezvous: Rendezvous, core: _core.Core, timeout_s: float) -> Watchd
             board = StatusBoard.open(rendezvous)
     except MissingRankError:
         raise
-    except RendezvousError as error:  # the same on all ranks
+    except RendezvousError as error:  # raised on all ranks alike
         logger.info("%s: errors will tell nothing of the other ranks: %s", rendezvous.names.of_group, error)
     if not _core.bounded_waits:
         logger.warning("this build of llm_comm is for measuring only: its kernels wait for ever")

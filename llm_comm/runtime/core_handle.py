@@ -1,4 +1,4 @@
-"""The core of a rank as its operations see it: open or closed, right or failed."""
+"""State of a rank's core (`_core.Core`) as operations see it: open, released, failed or closed."""
 
 from __future__ import annotations
 
@@ -38,20 +38,20 @@ os.register_at_fork(after_in_child=_in_child)
 
 
 class CoreHandle:
-    """A connected core and the watchdog over it. Whoever drops the handle without closing it ends both.
+    """Own a connected core and its watchdog. Dropping the handle without ``close`` stops both.
 
     Args:
-        core: Of this rank.
-        device: That it works on.
-        watchdog: Over the core, started; None where there is one rank, which waits for nobody.
+        core: Core of this rank.
+        device: Device of the core.
+        watchdog: Started watchdog of the core; None in a group of one rank, which waits for nobody.
     """
 
     def __init__(self, core: _core.Core, device: torch.device, watchdog: Watchdog | None) -> None:
         self.device = device
         self.is_open = True
-        #: The workspaces have no memory: calls are errors until they have it again (release.py).
+        #: The workspaces have no memory (release.py). Calls raise until ``restore``.
         self.is_released = False
-        #: What calls are counted into.
+        #: Counters of calls and declined inputs.
         self.tallies = Tallies()
         self._last_progress = Progress()
         self._is_in_graphs = False
@@ -69,10 +69,10 @@ class CoreHandle:
         return finalizer
 
     def leave_to_parent(self) -> None:
-        """Refuse every call, in a process that was forked from the one that made the communicator.
+        """Refuse every call in a process that was forked from the owner of the communicator.
 
-        A call from here would take the parent's turn in memory that the ranks share. No lock may be waited for: a
-        thread of the parent may have held any when the process forked.
+        A call of the child would use up buffer indices that the parent and its peers count. This function takes no
+        lock: a thread of the parent may have held it when the process forked.
         """
         self.is_open = False
         for finalizer in self._finalizers:
@@ -81,11 +81,11 @@ class CoreHandle:
 
     @property
     def is_of_parent(self) -> bool:
-        """Whether this process was forked from the one that made the communicator."""
+        """True if this process was forked from the one that made the communicator."""
         return self._maker != os.getpid()
 
     def core(self) -> _core.Core:
-        """The core.
+        """Return the core.
 
         Raises:
             RuntimeError: The communicator is closed or released.
@@ -95,7 +95,7 @@ class CoreHandle:
         return self._core
 
     def core_of_released(self) -> _core.Core:
-        """The core, also while the communicator is released.
+        """Return the core, also while the communicator is released.
 
         Raises:
             RuntimeError: The communicator is closed.
@@ -105,7 +105,7 @@ class CoreHandle:
         return self._core
 
     def check_open(self) -> None:
-        """Raises RuntimeError if the communicator is closed or released."""
+        """Raise RuntimeError if the communicator is closed or released."""
         self._check_not_closed()
         if self.is_released:
             raise RuntimeError("this communicator is released: its workspace has no memory. Call restore() first")
@@ -121,10 +121,10 @@ class CoreHandle:
             raise RuntimeError(f"this communicator is closed{replays}")
 
     def check(self, look_at_order: bool = False) -> None:
-        """Raises the CommunicatorError of an earlier call, if one has failed; costs no synchronization.
+        """Raise the CommunicatorError of an earlier call that failed. Does not synchronize with the device.
 
         Args:
-            look_at_order: Ask the GPUs too whether operations of graphs have run beside others.
+            look_at_order: Also read from the GPUs whether graph replays overlapped with other operations.
         """
         self.check_open()
         if look_at_order and self._watchdog is not None:
@@ -134,31 +134,33 @@ class CoreHandle:
             raise error
 
     def end_for(self, error: RuntimeError | ValueError) -> None:
-        """Ends the communicator because an operation that this rank accepts could not be launched, for want of memory
-        for one. Others may have launched theirs: the next ones, of other numbers, would meet, and give wrong sums. In a
-        capture nothing runs, and nothing has to end.
+        """End the communicator because an accepted operation could not be launched here, for lack of memory for
+        example.
+
+        Peers may have launched theirs. Their next operation would synchronize with this rank's next one under another
+        number and compute wrong results. During a capture nothing runs, so the communicator stays usable.
 
         Raises:
-            LaunchError: It has ended.
+            LaunchError: The communicator has ended.
         """
         if self._watchdog is None or is_capturing(self.device):
             return
         raise self._watchdog.end(str(error)) from error
 
     def fail(self, why: str) -> None:
-        """Ends the communicator, on all ranks. ``why``: for its error."""
+        """End the communicator on all ranks. ``why`` goes into its error."""
         if self._watchdog is not None:
             self._watchdog.end(why)
-            self.is_released = False  # from now on calls raise that error
+            self.is_released = False  # calls must raise the watchdog's error, not "released"
 
     def end_with(self, error: RankError) -> None:
-        """Ends the communicator, on all ranks of the node, because of what the device knows nothing of. From any
-        thread."""
+        """End the communicator on all ranks of the node, for an error that was found on the host. Any thread may call
+        this."""
         if self._watchdog is not None:
             self._watchdog.end_with(error)
 
     def remark(self, words: str) -> None:
-        """Lets the ranks of the node know what this one does beside its calls, for their errors; "" for nothing."""
+        """Publish what this rank does besides its calls, for the errors of the node's ranks; "" clears it."""
         if self._watchdog is not None:
             self._watchdog.remark = words
 
@@ -173,7 +175,8 @@ class CoreHandle:
         return Stats(self.tallies.calls(), self.tallies.declined(), self._progress())
 
     def _progress(self) -> Progress:
-        core, watchdog = self._core, self._watchdog  # which another thread may be letting go of
+        # local references: ``close`` on another thread may clear the attributes
+        core, watchdog = self._core, self._watchdog
         if core is None:
             return self._last_progress
         progress = Progress(core.last_call().number, operations_ended(core))
@@ -182,13 +185,13 @@ class CoreHandle:
         return replace(progress, idle_s=watchdog.idle_s(), error=watchdog.kind_of_error())
 
     def close(self) -> None:
-        """Stops the watchdog and lets go of the core; more than once is no error."""
+        """Stop the watchdog and drop the core. Further calls have no effect."""
         self.is_open = False
         try:
             if self._core is not None and self.device.type == "cuda":
                 self._core.wait_for(torch.cuda.current_stream(self.device).cuda_stream)
                 self._is_in_graphs = self._core.has_been_captured()
-        finally:  # also where the CUDA context is broken
+        finally:  # also if the CUDA context is broken
             self._last_progress = self._progress()
             if self._stop_watching is not None and self._stop_watching.detach() and self._watchdog is not None:
                 self._watchdog.stop()

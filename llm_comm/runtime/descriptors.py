@@ -1,12 +1,12 @@
-"""File descriptors from rank to rank, over unix sockets that every process of the machine can reach.
+"""Exchange of file descriptors between ranks, over unix sockets that every process of the machine can reach.
 
-Their names are public, so anybody may connect, as often as he likes. What is certain in spite of that:
+The socket names are public, so any process may connect, any number of times. The exchange guarantees nevertheless:
 
 - Nothing is read from a process of another user, and nothing is sent to one.
-- A descriptor counts only with the word that the ranks have told each other through their process group.
-- Nobody is waited for: connections are served as they come, and of those that say nothing only the last ones are kept.
-- A full queue is tried again. Whoever sends waits for an answer, and connects once more if it was cut off before that;
-  so a connection can be dropped at any time.
+- A descriptor counts only together with a secret that the ranks have exchanged through their process group.
+- No connection blocks others: they are served as they come. Of silent connections only the last 64 are kept.
+- A sender waits for an answer. If its connection is refused for a full queue or cut off earlier, it connects again. So
+  a receiver may drop a connection at any time.
 """
 
 from __future__ import annotations
@@ -30,46 +30,46 @@ from llm_comm.runtime.rank_names import RankNames
 _ANSWER = b"+"
 _DESCRIPTOR = struct.Struct("i")
 _CREDENTIALS = struct.Struct("iII")  # pid, uid, gid
-#: How often a rank knocks at a full queue.
+#: Seconds between two attempts to connect to a full queue.
 _RETRY_S = 0.005
-#: Connections that are taken before this rank looks after its own again.
+#: Connections accepted in one round, before this rank continues with its own sends.
 _ACCEPTED_AT_ONCE = 128
-#: Connections that have said nothing yet. A rank says all in the moment in which it connects.
+#: Silent connections that are kept. A rank sends its whole message right after connecting.
 _MAX_SILENT = 64
 _NO_ROOM = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
 
 
-#: More than the greeting on a socket has.
+#: Bytes to read of a greeting; a greeting is shorter.
 MAX_HELLO_BYTES = 256
 
 
 class Invitation(NamedTuple):
-    """Where a rank listens, and the word that whoever comes has to know."""
+    """Socket name of a rank, and the secret that a peer must send to it."""
 
     name: str
     secret: str
 
 
 def hello(secret: str, rank: int) -> bytes:
-    """What a rank says first on the socket of a peer; ``secret`` is what that one has told the group."""
+    """Return the greeting to a peer; ``secret`` is the one in the peer's invitation."""
     return f"{secret} {rank}".encode()
 
 
 def sender_of(data: bytes, own_secret: str) -> int | None:
-    """The rank that said ``hello`` with this rank's secret; None if nobody did."""
+    """Return the rank that sent the greeting ``data``, or None if it does not hold this rank's secret."""
     secret, _, rank = data[:MAX_HELLO_BYTES].partition(b" ")
     is_ours = hmac.compare_digest(secret, own_secret.encode())
-    # Digits in one spelling only: 1 and not 01, which int takes too.
+    # Only the canonical spelling of a number: int would also accept 01.
     return int(rank) if is_ours and re.fullmatch(rb"0|[1-9][0-9]{0,2}", rank) else None
 
 
 def listen() -> socket.socket:
-    """A socket that peers of this machine can connect to."""
+    """Create a listening socket that processes of this machine can connect to."""
     server = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_NONBLOCK)
     try:
-        # Abstract sockets leave nothing behind in the file system, whatever becomes of the process.
+        # The kernel removes a name of the abstract namespace with the process, however it ends.
         server.bind(f"\0llm_comm-{secrets.token_hex(16)}")
-        server.listen(4096)  # the kernel takes less where net.core.somaxconn says so
+        server.listen(4096)  # the kernel clips it to net.core.somaxconn
     except BaseException:
         server.close()
         raise
@@ -77,24 +77,25 @@ def listen() -> socket.socket:
 
 
 def invite(server: socket.socket) -> Invitation:
-    """What the peers have to know of a socket that listens."""
+    """Return the invitation to a listening socket, with a new secret."""
     return Invitation(server.getsockname()[1:].decode(), secrets.token_hex(16))
 
 
 def close_all(descriptors: Iterable[int]) -> None:
+    """Close all ``descriptors``."""
     for descriptor in descriptors:
         os.close(descriptor)
 
 
 class Exchange:
-    """Sends a descriptor to every peer and receives one from each.
+    """Send a descriptor to every peer and receive one from each.
 
     Args:
-        rank: This one.
-        server: Of ``listen``.
-        invitations: Of all ranks; the sockets listen.
-        descriptor: What the peers are to get.
-        limit_s: After which it fails.
+        rank: This rank.
+        server: Result of ``listen``.
+        invitations: Invitations of all ranks. Their sockets already listen.
+        descriptor: Descriptor to send to the peers.
+        limit_s: Time limit in seconds.
         names: Names of the ranks for errors.
     """
 
@@ -118,16 +119,17 @@ class Exchange:
         self._awaited = set(range(len(invitations))) - {rank}
         self._unsent = sorted(self._awaited)
         self._received: dict[int, int] = {}
-        self._poll = select.poll()  # unlike epoll it takes no descriptor
+        self._poll = select.poll()  # unlike epoll, poll needs no descriptor of its own
         self._outgoing: socket.socket | None = None
-        self._silent: dict[int, socket.socket] = {}  # by descriptor, the oldest first
-        self._strangers: Counter[int] = Counter()  # connections of other users
+        self._silent: dict[int, socket.socket] = {}  # by file descriptor, oldest first
+        self._strangers: Counter[int] = Counter()  # connections by another user, counted by user id
 
     def run(self) -> dict[int, int]:
-        """Returns the peers' descriptors by rank, for the caller to close.
+        """Run the exchange. Return the peers' descriptors by rank; the caller must close them.
 
         Raises:
-            OSError: Descriptors or memory have run out, or a peer was too slow.
+            OSError: Descriptors or memory have run out, a peer was too slow (TimeoutError), is not listening, or is of
+                another user.
         """
         try:
             self._poll.register(self._server, select.POLLIN)
@@ -156,10 +158,10 @@ class Exchange:
             elif number in self._silent:
                 self._listen_to(self._forget(number))
 
-    # ---- To the peers -------------------------------------------------------------------------------------------
+    # ---- Sending ------------------------------------------------------------------------------------------------
 
     def _call(self, peer: int) -> None:
-        """Connects and sends, or leaves it to the next round."""
+        """Connect to ``peer`` and send, or leave it to the next round if its queue is full."""
         name, secret = self._invitations[peer]
         connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_NONBLOCK)
         try:
@@ -169,7 +171,8 @@ class Exchange:
                 whose = self._names.full(peer)
                 raise PermissionError(f"the socket of {whose} belongs to user {owner}, this rank to {self._user}")
             socket.send_fds(connection, [hello(secret, self._rank)], [self._descriptor])
-        except (BlockingIOError, BrokenPipeError, ConnectionResetError):  # a full queue, or cut off
+        # the queue is full, or the connection was cut off
+        except (BlockingIOError, BrokenPipeError, ConnectionResetError):
             connection.close()
             return
         except ConnectionRefusedError as error:
@@ -203,7 +206,7 @@ class Exchange:
             self._outgoing.close()
             self._outgoing = None
 
-    # ---- From the peers, and from anybody -----------------------------------------------------------------------
+    # ---- Receiving, from peers and other processes ---------------------------------------------------------------
 
     def _accept(self) -> None:
         for _ in range(_ACCEPTED_AT_ONCE):
@@ -231,7 +234,8 @@ class Exchange:
             self._listen_to(connection)
 
     def _listen_to(self, connection: socket.socket) -> None:
-        """Takes what a peer has sent, and drops what is not from a peer that is still to come."""
+        """Read from a connection. Close it afterwards, or keep it in the list of silent ones if it has sent nothing
+        yet."""
         has_spoken = True
         try:
             has_spoken = self._receive(connection)
@@ -245,12 +249,12 @@ class Exchange:
             self._poll.register(connection, select.POLLIN)
 
     def _receive(self, connection: socket.socket) -> bool:
-        """Whether there was anything to receive."""
+        """Read the message of a connection and keep its descriptor. Return False if nothing has arrived yet."""
         try:
             data, descriptors, flags = _hear(connection)
         except BlockingIOError:
             return False
-        except OSError:  # it was cut off
+        except OSError:  # the connection was cut off
             return True
         sender = sender_of(data, self._invitations[self._rank].secret)
         if sender not in self._awaited or len(descriptors) != 1:
@@ -261,7 +265,7 @@ class Exchange:
             return True
         self._received[sender] = descriptors[0]
         self._awaited.remove(sender)
-        with contextlib.suppress(OSError):  # a peer that has given up says so in the vote
+        with contextlib.suppress(OSError):  # a peer that has given up reports its error in the vote
             connection.send(_ANSWER)
         return True
 
@@ -270,7 +274,7 @@ class Exchange:
         return self._silent.pop(number)
 
     def _drop_silent(self) -> bool:
-        """Makes room. Whether there was anybody to drop."""
+        """Close all silent connections to free descriptors. Return whether there were any."""
         numbers = list(self._silent)
         for number in numbers:
             self._forget(number).close()
@@ -288,9 +292,10 @@ class Exchange:
 
 
 def _hear(connection: socket.socket) -> tuple[bytes, list[int], int]:
-    """What has been sent: bytes, at most one descriptor, which children do not inherit, and the flags of the message.
+    """Receive data, at most one file descriptor (close-on-exec), and the flags of the message.
 
-    Not ``socket.recv_fds``, whose flags Python 3.11 for one does not pass on: its descriptors are inherited.
+    ``socket.recv_fds`` does not serve: Python 3.11 and others ignore its flags, so child processes would inherit the
+    descriptor.
     """
     room = socket.CMSG_LEN(_DESCRIPTOR.size)
     data, others, flags, _ = connection.recvmsg(MAX_HELLO_BYTES, room, socket.MSG_CMSG_CLOEXEC)
@@ -300,7 +305,7 @@ def _hear(connection: socket.socket) -> tuple[bytes, list[int], int]:
 
 
 def _user_of(connection: socket.socket) -> int:
-    """The effective user of the process at the other end, when it connected or began to listen."""
+    """Return the effective user id of the peer process, as of its connect or listen call."""
     credentials = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
     user: int = _CREDENTIALS.unpack(credentials)[1]
     return user

@@ -1,4 +1,4 @@
-"""The device of a rank: which one it is, what it can do, and the stream that work on it goes to."""
+"""Device of a rank: its choice, its limits for kernel launches, and its current stream."""
 
 from __future__ import annotations
 
@@ -18,10 +18,12 @@ logger = logging.getLogger("llm_comm")
 
 
 def resolve(device: torch.device | str | int | None) -> torch.device:
-    """The device that a caller of ``Communicator`` means, with its index.
+    """Return the device that the argument ``device`` of ``Communicator`` means, with its index.
+
+    None means the current CUDA device, or the CPU (emulated GPUs) without a GPU or without CUDA kernels in this build.
 
     Raises:
-        UnsupportedInputError: It is neither a CUDA device nor the CPU.
+        UnsupportedInputError: ``device`` is neither a CUDA device nor the CPU.
     """
     if device is None:
         use_cuda = torch.cuda.is_available()
@@ -39,30 +41,32 @@ def resolve(device: torch.device | str | int | None) -> torch.device:
 
 
 def gpu_name(device: torch.device) -> str | None:
-    """The same on all ranks that use the same GPU, and nowhere else; None for emulated ones."""
+    """Return an identifier of the physical GPU, equal on all ranks that use it; None for an emulated one."""
     return None if device.type == "cpu" else f"GPU-{torch.cuda.get_device_properties(device).uuid}"
 
 
 def limits_of(device: torch.device, workspace_bytes: int) -> _core.Limits:
-    """What bounds the launches of a rank: the kind of CUDA device, or an emulated one, and its workspace.
+    """Return the limits of kernel launches on ``device``: SMs, largest cluster, compute capability, and workspace
+    sizes.
 
-    Of an emulated device fewer threads run at once than these multiprocessors suggest (kResidentThreads in
-    csrc/emulator/executor.h), so that the tests have grids that do not.
+    An emulated device reports 4 SMs but runs fewer threads at once than those would (kResidentThreads in
+    csrc/emulator/executor.h). Tests thereby cover grids that are not resident as a whole.
 
-    Not every device of a kind has room for clusters of 16 (``Core.max_cluster_blocks``).
+    ``max_cluster`` is the bound of the architecture. A device with disabled SMs may have room for less
+    (``Core.max_cluster_blocks``).
     """
     sm_count, max_cluster, compute_capability = 4, 16, 0
     if device.type != "cpu":
         properties = torch.cuda.get_device_properties(device)
         sm_count = properties.multi_processor_count
         max_cluster = 16 if properties.major >= 9 else 1
-        # By which the core knows what registers its kernels take (docs/experiments/registers.md).
+        # The core derives the register need of its kernels from the capability (docs/experiments/registers.md).
         compute_capability = 10 * properties.major + properties.minor
     return make_limits(workspace_bytes, sm_count, max_cluster, compute_capability)
 
 
 def make_limits(workspace_bytes: int, sm_count: int, max_cluster: int, compute_capability: int) -> _core.Limits:
-    """Limits of launches with a workspace of so many bytes."""
+    """Return the limits of launches for a workspace of ``workspace_bytes`` bytes."""
     return _core.Limits(
         slot_bytes=_core.slot_bytes(workspace_bytes),
         staging_bytes=_core.staging_bytes(workspace_bytes),
@@ -73,10 +77,10 @@ def make_limits(workspace_bytes: int, sm_count: int, max_cluster: int, compute_c
 
 
 def find_table(device: torch.device, world_size: int, config: Config) -> TuningTable:
-    """The tuning table for ranks on such devices.
+    """Return the tuning table for ``world_size`` ranks on devices like this one.
 
     Raises:
-        ConfigError: The table of option ``table`` cannot be used.
+        ConfigError: The table that the option ``table`` names cannot be used.
     """
     if device.type == "cpu":
         return catalogue.find_table("emulated", world_size, 1, config)
@@ -86,10 +90,10 @@ def find_table(device: torch.device, world_size: int, config: Config) -> TuningT
 
 
 def current_stream_of(device: torch.device) -> Callable[[], int]:
-    """What returns the handle of the device's current stream: 0 for an emulated one."""
+    """Return a function that returns the raw handle of the device's current stream (0 on an emulated device)."""
     if device.type == "cpu":
         return _no_stream
-    # The raw handle: making a Stream object would take a good part of the host time of a call.
+    # The raw handle: a torch Stream object costs a large share of the host time of a call.
     return functools.partial(torch._C._cuda_getCurrentRawStream, device.index)
 
 
@@ -98,11 +102,11 @@ def _no_stream() -> int:
 
 
 def is_capturing(device: torch.device) -> bool:
-    """Whether the device's current stream is being captured in a CUDA graph."""
+    """Return whether the device's current stream is being captured in a CUDA graph."""
     if device.type == "cpu":
         return False
     try:
         with torch.cuda.device(device):
             return torch.cuda.is_current_stream_capturing()
-    except RuntimeError:  # the context is broken
+    except RuntimeError:  # the CUDA context is broken
         return False

@@ -1,4 +1,4 @@
-"""Failures in words: what a rank says of its own error, of the states of the others, and of whose error it was."""
+"""Texts of failures: a rank's own error, the states of its peers, and the choice of the error to report."""
 
 from __future__ import annotations
 
@@ -10,28 +10,31 @@ from llm_comm.errors import CommunicatorError, ConcurrentUseError, LaunchError, 
 from llm_comm.runtime.rank_names import RankNames
 from llm_comm.runtime.status import LIFE_S, RankError, Sighting, fit
 
-#: Name of the data type of what is moved whatever it stands for.
+#: Data type of operations that move bytes without interpreting them.
 _BYTE = "byte"
-#: What the core calls a kernel outside of the library (``Communicator.channels``).
+#: Operation name that the core reports for a user kernel (``Communicator.channels``).
 _USER_KERNEL = "user kernel"
 
 
 def explain(error: _core.OperationError, waited_s: float, names: RankNames) -> RankError:
-    """What happened on this rank, and what to do about it.
+    """Convert an error of the core to a text that says what happened on this rank and what to do.
 
     Args:
-        names: Names of the ranks that are connected.
+        error: Error of the core.
+        waited_s: Time limit of a wait in the kernels, in seconds.
+        names: Names of the connected ranks.
     """
     this, peer, again = names.in_group(error.rank), names.full(error.peer), names.short(error.peer)
     rank, culprit = names.number(error.rank), names.number(error.peer)
     if error.cause == "transport":
         text = f"{this}: data could not be sent to a peer: {error.text}. This communicator cannot be used any more."
         return RankError(LaunchError.__name__, fit(text), "could not send data to a peer", rank, rank)
-    # As calls are counted: from 1. The device counts the replays of graphs too, which no call of the host is.
+    # Operations are numbered from 1 in texts, as calls are. The device also counts replays of graphs, the host does
+    # not.
     number = f"operation {error.sequence + 1} of this communicator, replays counted"
     phase = "comparison of calls" if error.phase < 0 else f"phase {error.phase}"
     where = f"{error.operation} of {error.bytes} bytes ({number}; {phase})"
-    if error.operation == _USER_KERNEL:  # no operation of the communicator: it has no number
+    if error.operation == _USER_KERNEL:  # a user kernel is no operation of the communicator and has no number
         where = _USER_KERNEL
     kind: type[CommunicatorError]
     if error.cause == "mismatch":
@@ -76,7 +79,7 @@ def explain(error: _core.OperationError, waited_s: float, names: RankNames) -> R
             "same view of it. What the tensors of Communicator.empty hold now is not known."
         )
     elif error.cause == "no channel":
-        culprit = rank  # the peer may be no rank at all
+        culprit = rank  # the peer may be outside of the group
         kind, brief = LaunchError, f"asked for a channel that is not there: {where}"
         text = (
             f"a {where} asked for a channel to {peer} by semaphore {error.sequence}, which is not there. "
@@ -96,7 +99,7 @@ def explain(error: _core.OperationError, waited_s: float, names: RankNames) -> R
 
 
 def describe_ranks(sightings: Sequence[Sighting], names: RankNames) -> str:
-    """A line for each rank, or nothing where nothing is known; ``names`` as of ``explain``."""
+    """Return one line for each rank, or "" without sightings. ``names``: names of the connected ranks."""
     lines = [f"\n  {names.full(i)}{_sighting_in_words(sighting)}" for i, sighting in enumerate(sightings)]
     return f"\nState of the ranks of {names.of_group}:" + "".join(lines) if lines else ""
 
@@ -106,7 +109,7 @@ def _sighting_in_words(sighting: Sighting) -> str:
     if state is None:
         return ": nothing is known of it"
     facts = []
-    # It may have gone on since.
+    # A silent rank may have made calls after its last report.
     is_late = not state.is_closed and (sighting.has_exited or sighting.age_s > LIFE_S)
     if state.is_closed:
         facts.append("has closed its communicator")
@@ -132,7 +135,7 @@ def _sighting_in_words(sighting: Sighting) -> str:
 def _calls_in_words(calls: Sequence[_core.Call], names: RankNames) -> str:
     """ "ranks 0, 1: one-shot all-reduce of 8 bf16 (call 3); rank 2: ...", with the details in which calls differ."""
     details_of = [_details_in_words(call, len(calls)) for call in calls]
-    words: dict[str, set[str]] = {}  # of a detail, by its name
+    words: dict[str, set[str]] = {}  # values by name of the detail
     for of_call in details_of:
         for name, detail in of_call.items():
             words.setdefault(name, set()).add(detail)
@@ -145,7 +148,8 @@ def _calls_in_words(calls: Sequence[_core.Call], names: RankNames) -> str:
 
 
 def _details_in_words(call: _core.Call, world: int) -> dict[str, str]:
-    """By name. Those of an operation on parts in the terms of whoever calls it: a tensor, a dimension, sizes."""
+    """Details of a call, by name. Parts of an all-gather or reduce-scatter are given in the caller's terms: rows before
+    the dimension, and sizes."""
     details = dict(call.details)
     if "size_0" not in details:
         return details
@@ -157,6 +161,7 @@ def _details_in_words(call: _core.Call, world: int) -> dict[str, str]:
 
 
 def call_in_words(call: _core.Call, details: Sequence[str] = ()) -> str:
+    """Format a call of the core, with ``details`` in which it differs from other ranks' calls."""
     rows = f" in rows of {call.row}" if call.row else ""
     extra = "".join(f", {detail}" for detail in details)
     unit = "bytes" if call.data_type == _BYTE else call.data_type
@@ -164,11 +169,15 @@ def call_in_words(call: _core.Call, details: Sequence[str] = ()) -> str:
 
 
 def root_cause(this: str, own: RankError | None, sightings: Sequence[Sighting]) -> RankError | None:
-    """The error to report: this rank's own, unless it has none or waited for a rank that stopped for another reason.
-    None where a page that had one cannot be read now, as its rank died while it wrote.
+    """Return the error to report.
+
+    The own error is reported, unless this rank has none or only timed out while a peer failed for another reason.
+    Return None if the failed peer's page cannot be read, because the peer died while it wrote.
 
     Args:
-        this: This rank, in words.
+        this: Name of this rank, in words.
+        own: Error of this rank.
+        sightings: States of all ranks.
     """
     others = [s.state.error for s in sightings if s.state is not None and s.state.error not in (None, own)]
     timeout = PeerTimeout.__name__
@@ -182,5 +191,6 @@ def root_cause(this: str, own: RankError | None, sightings: Sequence[Sighting]) 
 
 
 def as_exception(error: RankError) -> CommunicatorError:
+    """Build the exception for an error of a rank."""
     kind: type[CommunicatorError] = getattr(errors, error.kind)
     return kind(error.text, rank=error.rank, peer=error.peer)

@@ -1,4 +1,4 @@
-"""Where tensors lie in a symmetric heap: arithmetic that comes out the same on every rank."""
+"""Layout of a symmetric heap: segments, and the tensors in them. The arithmetic has the same result on every rank."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from llm_comm import _core
 from llm_comm.errors import UnsupportedInputError
 from llm_comm.options import MIB
 
-#: Of a segment: device memory for peers comes in pieces of so many bytes.
+#: Granularity of segments in bytes. VMM allocates shareable device memory in multiples of 2 MiB.
 SEGMENT_MULTIPLE = 2 * MIB
-#: The heap grows by as much as it has, but by no more than this, or what is asked for.
+#: Largest automatic growth in bytes. A new segment doubles the heap up to this bound, or fits the requested tensor.
 MAX_GROWTH = 64 * MIB
-#: Of a tensor: what torch's own allocator does.
+#: Alignment of tensors in bytes, as in torch's caching allocator.
 ALIGNMENT = 512
-#: No machine has more, and a place in a segment is a number of 48 bits.
+#: Upper bound of a request in bytes. Offsets in a segment are 48-bit numbers.
 MAX_BYTES = 1 << 47
 
 
@@ -23,10 +23,10 @@ class Allocation(NamedTuple):
     """Memory of one tensor.
 
     Attributes:
-        number: Of the allocation. None has that of another one.
-        segment: In which it lies.
-        offset: Bytes from where the segment begins.
-        nbytes: That it takes, a multiple of ``ALIGNMENT``.
+        number: Identifier of the allocation, never reused.
+        segment: Number of the segment that holds it.
+        offset: Bytes from the begin of the segment.
+        nbytes: Size in bytes, a multiple of ``ALIGNMENT``.
     """
 
     number: int
@@ -36,7 +36,7 @@ class Allocation(NamedTuple):
 
 
 class HeapLayout:
-    """The segments of a heap and what they hold. Nothing here touches memory."""
+    """Segments of a heap and the allocations in them. This class only computes: it allocates no memory."""
 
     def __init__(self) -> None:
         self._segments: dict[int, int] = {}
@@ -44,21 +44,21 @@ class HeapLayout:
         self._numbers = 0
 
     def copy(self) -> HeapLayout:
-        """One to be changed in place of this."""
+        """Return an independent copy, so that a failed collective can discard its changes."""
         other = copy.copy(self)
         other._segments, other._allocations = dict(self._segments), dict(self._allocations)
         return other
 
     def allocations(self) -> list[Allocation]:
-        """What is allocated, the oldest first."""
+        """Return the allocations, oldest first."""
         return list(self._allocations.values())
 
     def segments(self) -> dict[int, int]:
-        """Bytes of the segments, by number."""
+        """Return the size in bytes of each segment, by its number."""
         return dict(self._segments)
 
     def place(self, nbytes: int) -> Allocation | None:
-        """Memory for a tensor in the first gap that has room for it; None where there is none."""
+        """Allocate ``nbytes`` in the first gap that is large enough (first fit). Return None if no gap is."""
         taken = -(-nbytes // ALIGNMENT) * ALIGNMENT
         for segment in sorted(self._segments):
             begin = 0
@@ -74,14 +74,14 @@ class HeapLayout:
         return None
 
     def free(self, number: int) -> None:
-        """Gives the memory of an allocation back."""
+        """Free the allocation ``number``."""
         del self._allocations[number]
 
     def add_segment(self, nbytes: int) -> int:
-        """Makes room for a tensor of so many bytes. Returns the number of the new segment.
+        """Add a segment that has room for a tensor of ``nbytes``. Return the number of the segment.
 
         Raises:
-            UnsupportedInputError: There are too many segments.
+            UnsupportedInputError: The heap has ``_core.max_segments`` segments already.
         """
         number = next((n for n in range(_core.max_segments) if n not in self._segments), None)
         if number is None:
@@ -94,10 +94,10 @@ class HeapLayout:
         return number
 
     def remove_segment(self, number: int) -> None:
-        """Forgets a segment that holds nothing."""
+        """Remove an empty segment."""
         del self._segments[number]
 
     def empty_segments(self) -> list[int]:
-        """Those that hold nothing."""
+        """Return the numbers of the segments without an allocation."""
         used = {allocation.segment for allocation in self._allocations.values()}
         return [number for number in self._segments if number not in used]

@@ -1,4 +1,4 @@
-"""Setting up NVLink multicast over the workspaces of all ranks: on all of them or on none. Steps are collective."""
+"""Set up NVLink multicast over the workspaces of all ranks: on all ranks or on none. The steps are collective."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ logger = logging.getLogger("llm_comm")
 
 
 def driver_of(device: torch.device) -> str:
-    """The version of the driver, as tables name it: the CUDA that it supports."""
+    """Return the CUDA version that the driver supports, in the spelling of tuning tables ("CUDA 13.0")."""
     if device.type == "cpu":
         return EMULATED
     version = int(_core.device_report(device.index)["driver_version"])
@@ -26,12 +26,12 @@ def driver_of(device: torch.device) -> str:
 
 
 def name_of(device: torch.device) -> str:
-    """The device, as tables name it."""
+    """Return the name of the GPU in the spelling of tuning tables."""
     return EMULATED if device.type == "cpu" else torch.cuda.get_device_name(device)
 
 
 def agree(rendezvous: Rendezvous, device: torch.device, config: Config, table: TuningTable) -> Multicast:
-    """Whether the ranks are going to set multicast up: all of them want to, or none does. Asks nothing of multicast."""
+    """Decide whether the ranks set multicast up: only if every rank wants it. No multicast call is made here."""
 
     def own_wish() -> tuple[bool, str]:
         return wish(config, table, name_of(device), driver_of(device), rendezvous.world_size)
@@ -50,11 +50,12 @@ def agree(rendezvous: Rendezvous, device: torch.device, config: Config, table: T
 
 
 def set_up(rendezvous: Rendezvous, core: _core.Core, wanted: Multicast) -> Multicast:
-    """Sets it up, step by step; a step only after all ranks have done the one before. Where one fails, it is dropped on
-    all ranks, and told once; the core can be used as before.
+    """Set up multicast over the workspaces of ``core``. Each step begins once all ranks have finished the previous one.
+
+    If a step fails on a rank, all ranks drop multicast, rank 0 logs one warning, and the core stays usable without it.
 
     Raises:
-        MissingRankError: A rank did not come to a step.
+        MissingRankError: A rank did not arrive at a step.
     """
     try:
         _share_object(rendezvous, core)
@@ -63,14 +64,14 @@ def set_up(rendezvous: Rendezvous, core: _core.Core, wanted: Multicast) -> Multi
     except MissingRankError:
         core.drop_multicast()
         raise
-    except RendezvousError as error:  # the same on all ranks
+    except RendezvousError as error:  # raised on all ranks alike
         core.drop_multicast()
         return failed(rendezvous, str(error))
     return wanted
 
 
 def failed(rendezvous: Rendezvous, why: str) -> Multicast:
-    """What the ranks go on with where set-up or self-test has failed; told once."""
+    """Return the state without multicast, after a failed set-up or self-test. Rank 0 logs the reason."""
     if rendezvous.rank == 0:
         text = "llm_comm: %s: NVLink multicast is not used, all ranks go on without: %s"
         logger.warning(text, rendezvous.names.of_group, why)
@@ -78,7 +79,10 @@ def failed(rendezvous: Rendezvous, why: str) -> Multicast:
 
 
 def _share_object(rendezvous: Rendezvous, core: _core.Core) -> None:
-    """The object of rank 0, on all ranks. The others have a descriptor of nothing to give in return."""
+    """Create the multicast object on rank 0 and import it on the other ranks.
+
+    The exchange takes a descriptor from every rank, so the other ranks pass one of /dev/null.
+    """
     is_first = rendezvous.rank == 0
     rendezvous.share_descriptors(
         "creation of the multicast object",
@@ -89,7 +93,8 @@ def _share_object(rendezvous: Rendezvous, core: _core.Core) -> None:
 
 
 def tell(rendezvous: Rendezvous, config: Config, multicast: Multicast) -> None:
-    """Says once what the communicator goes by, and whether the algorithm that an option names can be used."""
+    """Log on rank 0 whether multicast is used, and warn if the option ``algorithm`` names an algorithm that cannot be
+    used."""
     if rendezvous.rank != 0:
         return
     logger.info("llm_comm: %s: %s", rendezvous.names.of_group, multicast.describe(config))

@@ -1,7 +1,7 @@
-"""Names of groups and their ranks for errors and log lines: "group tp:0, rank 1 (global rank 3, pid 4712 on worker-7)".
+"""Names of groups and ranks in errors and log lines: "group tp:0, rank 1 (global rank 3, pid 4712 on worker-7)".
 
-A rank of a group says little to an operator whose engine has several groups. So whatever names a rank does so here, by
-its number in the group and by its global rank, and by process and host once the ranks have exchanged these.
+An engine has several groups, so the rank within a group does not tell an operator which process is meant. All messages
+therefore add the global rank, and the process and host once the ranks have exchanged these.
 """
 
 from __future__ import annotations
@@ -13,25 +13,25 @@ from typing import Any
 
 import torch.distributed as dist
 
-#: What torch says of a group to which nobody has given a description.
+#: ``group_desc`` of a torch group without a description.
 _UNDEFINED = "undefined"
-#: Names that engines have for their groups.
+#: Names that engines have given to their groups.
 _given: weakref.WeakKeyDictionary[dist.ProcessGroup, str] = weakref.WeakKeyDictionary()
 
 
 def name_group(group: dist.ProcessGroup, name: str) -> None:
-    """Have errors and log lines call ``group`` by an engine's name, such as ``tp:0``."""
+    """Set the name of ``group`` in errors and log lines, such as ``tp:0``."""
     _given[group] = name
 
 
 @dataclass(frozen=True)
 class RankName:
-    """One rank.
+    """Name of one rank.
 
     Attributes:
-        rank: Its number in the group.
-        global_rank: Its rank in torch's default group.
-        where: Process, host and node, in words; "" where they are not known yet.
+        rank: Rank within the group.
+        global_rank: Rank in torch's default group.
+        where: Process, host and node, in words; "" while unknown.
     """
 
     rank: int
@@ -43,17 +43,17 @@ class RankName:
 
     @property
     def details(self) -> str:
-        """What stands in brackets behind the number."""
+        """Text in brackets after the rank."""
         return f"global rank {self.global_rank}{self.where and f', {self.where}'}"
 
 
 @dataclass(frozen=True)
 class RankNames:
-    """The ranks of a group, or those of its ranks that are connected with each other (``part``), by index.
+    """Names of the ranks of a group, by index. ``part`` makes those of a subset, such as the ranks of one node.
 
     Attributes:
         group: Name of the group.
-        members: The ranks.
+        members: Names of the ranks.
         size: Number of ranks of the whole group.
     """
 
@@ -63,23 +63,23 @@ class RankNames:
 
     @classmethod
     def of(cls, group: dist.ProcessGroup) -> RankNames:
-        """The ranks of a group of torch, by the name that it has been given."""
+        """Return the names of the ranks of a torch group."""
         members = tuple(RankName(i, number) for i, number in enumerate(dist.get_process_group_ranks(group)))
         return cls(_name_of(group), members, len(members))
 
     def with_processes(self, said: Sequence[Mapping[str, Any]]) -> RankNames:
-        """The same with what each rank has said of its process: ``pid`` and ``host``."""
+        """Return a copy with process and host. ``said`` has ``pid`` and ``host`` of each rank."""
         words = (f"pid {each['pid']} on {each['host']}" if "pid" in each else "" for each in said)
         members = (replace(member, where=where) for member, where in zip(self.members, words, strict=True))
         return replace(self, members=tuple(members))
 
     def with_nodes(self, names: Mapping[int, str]) -> RankNames:
-        """The same with the node of each rank, in words."""
+        """Return a copy with the name of each rank's node."""
         members = (replace(m, where=f"{m.where}{m.where and ', '}{names[m.rank]}") for m in self.members)
         return replace(self, members=tuple(members))
 
     def part(self, ranks: Iterable[int]) -> RankNames:
-        """Some ranks of the group, which are connected with each other."""
+        """Return the names of a subset of the ranks, indexed from 0."""
         return replace(self, members=tuple(self.members[rank] for rank in ranks))
 
     @property
@@ -88,27 +88,27 @@ class RankNames:
         return f"group {self.group}"
 
     def number(self, index: int) -> int:
-        """Number of a rank in the whole group; a number that is no index stays."""
+        """Rank within the whole group of ``index``. An index outside of ``members`` is returned unchanged."""
         return self.members[index].rank if 0 <= index < len(self.members) else index
 
     def short(self, index: int) -> str:
-        """ "rank 1", for a rank that a text has named in full."""
+        """ "rank 1", for a rank that the text has named in full already."""
         return f"rank {self.number(index)}"
 
     def full(self, index: int) -> str:
-        """ "rank 1 (global rank 3, pid 4712 on worker-7)". A number that is no rank's has no details."""
+        """ "rank 1 (global rank 3, pid 4712 on worker-7)", or "rank 9" for an index outside of ``members``."""
         return str(self.members[index]) if 0 <= index < len(self.members) else f"rank {index}"
 
     def in_group(self, index: int) -> str:
-        """ "group tp:0, rank 1 (global rank 3, pid 4712 on worker-7)", the begin of a text."""
+        """ "group tp:0, rank 1 (global rank 3, pid 4712 on worker-7)", the begin of an error text."""
         return f"{self.of_group}, {self.full(index)}"
 
     def each(self, indices: Iterable[int]) -> str:
-        """Some ranks, each in full: for ranks that somebody has to look for."""
+        """Several ranks, each in full, for an operator who must find each process."""
         return ", ".join(self.full(index) for index in indices)
 
     def several(self, indices: Iterable[int]) -> str:
-        """One rank in full, or "ranks 0, 2 (global ranks 4, 6)": for ranks that have something in common."""
+        """One rank in full, or several as "ranks 0, 2 (global ranks 4, 6)"."""
         members = [self.members[index] for index in indices]
         if len(members) == 1:
             return str(members[0])

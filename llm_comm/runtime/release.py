@@ -1,7 +1,8 @@
-"""Workspaces whose memory is given back while nobody uses them, and taken again later. Steps are collective.
+"""Release the memory of a communicator's workspaces while it is idle, and restore it later. Both calls are collective.
 
-Addresses stay reserved on every rank, so whatever holds them (CUDA graphs, prepared calls) is good again afterwards. A
-rank that cannot take a step leaves all ranks where they were, if nothing has been given back yet.
+Every rank keeps its virtual address range reserved. CUDA graphs and prepared calls hold addresses of the range and are
+therefore valid again after ``restore``. If a rank cannot take a step, all ranks keep their earlier state, provided that
+no memory has been freed yet.
 """
 
 from __future__ import annotations
@@ -14,11 +15,11 @@ from llm_comm.runtime.rendezvous import Rendezvous
 
 
 def why_not_releasable(memory_kind: str, multicast: Multicast) -> str:
-    """Why workspaces of this kind keep their memory, the same on all ranks, or "".
+    """Return why the workspaces cannot be released, equal on all ranks, or "" if they can.
 
     Args:
-        memory_kind: As of ``connect.Connected``.
-        multicast: Of the communicator.
+        memory_kind: ``connect.Connected.memory_kind``.
+        multicast: NVLink multicast state of the communicator.
     """
     if memory_kind == "cudaIpc":
         return "the workspaces are shared by cudaIpc (VMM is not permitted here), which cannot keep addresses"
@@ -28,15 +29,17 @@ def why_not_releasable(memory_kind: str, multicast: Multicast) -> str:
 
 
 def release(rendezvous: Rendezvous, handle: CoreHandle, why_not: str) -> None:
-    """Gives the memory of all workspaces back. Collective.
+    """Free the memory of all workspaces. Collective.
 
     Args:
-        why_not: ``why_not_releasable``.
+        why_not: Result of ``why_not_releasable``.
 
     Raises:
-        UnsupportedInputError: ``why_not``, or a CUDA graph is being captured. Nothing has changed.
-        RendezvousError: A rank could not. Nothing has changed, unless the communicator has failed since.
-        MissingRankError: A rank did not come. Nothing has changed here.
+        UnsupportedInputError: ``why_not`` is not empty, or a CUDA graph is being captured. Nothing has changed.
+        RendezvousError: A rank failed. Nothing has changed, unless memory was already being freed: then the
+            communicator has failed.
+        MissingRankError: A rank did not arrive. Nothing has changed on this rank, unless memory was already being
+            freed.
     """
     core = handle.core()
 
@@ -62,12 +65,12 @@ def release(rendezvous: Rendezvous, handle: CoreHandle, why_not: str) -> None:
 
 
 def restore(rendezvous: Rendezvous, handle: CoreHandle) -> None:
-    """Takes memory for all workspaces again, at the addresses of before. Collective.
+    """Allocate the memory of all workspaces again, at their old addresses. Collective.
 
     Raises:
-        RendezvousError: A rank has no memory, or could not map that of a peer. The workspaces are released on all
-            ranks, as before.
-        MissingRankError: A rank did not come. As before on this one.
+        RendezvousError: A rank has no memory, or could not map the memory of a peer. The workspaces stay released on
+            all ranks.
+        MissingRankError: A rank did not arrive. The workspace of this rank stays released.
     """
     core = handle.core_of_released()
 

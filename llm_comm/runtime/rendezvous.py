@@ -1,9 +1,10 @@
-"""How the ranks of a group find each other: votes and gathers over torch.distributed, descriptors over unix sockets.
+"""Rendezvous of the ranks of a group: votes and gathers over torch.distributed, file descriptors over unix sockets.
 
-Every step either succeeds on all ranks or raises the same error on all, and ends within a time limit. What a rank does
-alone and can fail at belongs into an ``attempt`` or a ``collect``, or the others would wait for it in vain: then they
-raise ``MissingRankError``, which nobody may take for an answer that all ranks have got. The process group is lost then:
-gloo ends all its connections. After any other error it can be used.
+Every step succeeds on all ranks or raises the same error on all, within a time limit. An action of one rank that can
+fail must run inside ``attempt`` or ``collect``. Otherwise the peers wait in vain and raise ``MissingRankError``.
+
+``MissingRankError`` is the one error that may be raised on some ranks only. The process group cannot be used after it,
+since gloo closes all connections. After any other error the group stays usable.
 """
 
 from __future__ import annotations
@@ -23,20 +24,20 @@ from llm_comm.errors import ConfigError, LlmCommError, MissingRankError, Rendezv
 from llm_comm.runtime.descriptors import Exchange, Invitation, close_all, invite, listen
 from llm_comm.runtime.rank_names import RankNames
 
-#: All messages of a step have the same length.
+#: Length in bytes of every message: the gather needs equal lengths.
 MESSAGE_BYTES = 4096
 _MAX_ERROR_BYTES = 1500
 
 
 class Failure(NamedTuple):
-    """Why a rank cannot go on: the class of the error by name, and its text."""
+    """Error of a rank: class name and text."""
 
     kind: str
     text: str
 
 
 class Message(NamedTuple):
-    """What a rank says at a step: a value, or that it cannot go on."""
+    """Message of a rank at a step: a JSON-able value, or the failure of the rank."""
 
     step: str
     value: Any
@@ -44,14 +45,14 @@ class Message(NamedTuple):
 
 
 def encode(message: Message) -> bytes:
-    """A message as it travels.
+    """Encode a message as ``MESSAGE_BYTES`` bytes of padded JSON.
 
     Raises:
-        ValueError: It is too long, or has what JSON does not have.
+        ValueError: The message is too long, or JSON cannot represent it.
     """
     failure = message.failure and [message.failure.kind, _fit(message.failure.text)]
     text = json.dumps([message.step, message.value, failure], ensure_ascii=False)
-    # Names of files may have characters that are none, which JSON writes as escapes of its own.
+    # File names may hold surrogates of undecodable bytes, which UTF-8 cannot encode.
     data = text.encode(errors="backslashreplace")
     if len(data) > MESSAGE_BYTES:
         raise ValueError(f"a rendezvous message has {len(data)} bytes, at most {MESSAGE_BYTES} fit")
@@ -59,10 +60,10 @@ def encode(message: Message) -> bytes:
 
 
 def decode(data: bytes) -> Message:
-    """A message that has arrived.
+    """Decode a message that has arrived.
 
     Raises:
-        RendezvousError: It is none; the text shows its begin.
+        RendezvousError: ``data`` is no message; the text shows its first bytes.
     """
     try:
         step, value, failure = json.loads(data)
@@ -81,38 +82,40 @@ def decode(data: bytes) -> Message:
 
 
 def _fit(error: str) -> str:
-    """What of an error text fits a message. JSON writes control characters at length, so they go."""
+    """Cut an error text to the size of a message. Control characters become spaces, since JSON escapes lengthen
+    them."""
     printable = "".join(c if c.isprintable() else " " for c in error[:_MAX_ERROR_BYTES])
     return printable.encode(errors="replace")[:_MAX_ERROR_BYTES].decode(errors="ignore")
 
 
 T = TypeVar("T")
 
-#: Errors of one rank that are raised as what they are on all of them; others become RendezvousError.
+#: Error classes that are raised on all ranks as they are; all others become RendezvousError.
 _RAISED_AS_THEY_ARE: dict[str, type[LlmCommError]] = {
     kind.__name__: kind for kind in (ConfigError, UnsupportedInputError)
 }
 
 
-#: torch counts in whole milliseconds, and takes 0 of them for no limit.
+#: Shortest wait in seconds. torch counts whole milliseconds and takes 0 as no limit.
 _SHORTEST_WAIT_S = 0.001
 
 
 class Rendezvous:
-    """Collective set-up steps over a torch ProcessGroup (gloo or NCCL); all ranks make the same calls in order.
+    """Collective set-up steps over a torch ProcessGroup (gloo or NCCL). All ranks make the same calls in the same
+    order.
 
     Args:
-        group: The ranks to set up, not WORLD in general.
-        timeout_s: Bound in seconds of each step. Of a group of NCCL alone that has run nothing yet, the first step also
-            connects NCCL, for which torch has a limit of its own.
-        device: CUDA device of this rank, for groups of NCCL alone; None takes the current one.
+        group: Ranks to set up, in general a part of WORLD.
+        timeout_s: Time limit of each step in seconds. In a group with NCCL only, the first step may also connect NCCL,
+            for which torch has its own limit.
+        device: CUDA device of this rank, used in groups with NCCL only. None uses the current one.
     """
 
     def __init__(self, group: dist.ProcessGroup, timeout_s: float, device: torch.device | None = None) -> None:
         self.group = group
         self.rank = dist.get_rank(group)
         self.world_size = dist.get_world_size(group)
-        #: Names of the ranks for errors; with processes and hosts once the ranks have compared their nodes.
+        #: Names of the ranks for errors. They hold processes and hosts after the ranks have compared their nodes.
         self.names = RankNames.of(group)
         self.timeout_s = timeout_s
         on_cpu = "gloo" in str(dist.get_backend_config(group)) or "gloo" in dist.get_backend(group)
@@ -125,48 +128,49 @@ class Rendezvous:
 
     @property
     def is_on_device(self) -> bool:
-        """Whether its messages go by a CUDA stream, which may be captured."""
+        """True if messages travel on a CUDA stream, which could be under capture."""
         return self.device.type == "cuda"
 
     def gather(self, what: str, value: Any) -> list[Any]:
-        """The JSON-able ``value`` of every rank, by rank. ``what`` names the step.
+        """Return the JSON-able ``value`` of every rank, by rank. ``what`` names the step.
 
         Raises:
-            MissingRankError: A rank did not come within the time limit, or is at another step.
-            RendezvousError: A rank has a value that does not fit a message, or sent something else.
+            MissingRankError: A rank did not arrive within the time limit, or is at another step.
+            RendezvousError: A rank's value does not fit a message, or a rank sent something else.
         """
         return self._meet(what, value, None)
 
     def collect(self, what: str, step: Callable[[], Any], *, own_error: bool = False) -> list[Any]:
-        """What ``step`` returns on every rank, by rank: JSON-able, and for a step that can fail.
+        """Run ``step`` on every rank and return the results of all ranks, by rank. The results must be JSON-able.
 
         Args:
-            what: Names the step.
-            step: What can fail.
-            own_error: Raise what ``step`` has raised here, where every rank has failed by the same text.
+            what: Name of the step.
+            step: Action that can fail.
+            own_error: Raise the original exception of this rank if every rank has failed with the same text.
 
         Raises:
-            RendezvousError: As of ``attempt``.
+            RendezvousError: See ``attempt``.
         """
         value, failure, error = self._try(step)
         try:
             return self._meet(what, value, failure, error if own_error else None)
         finally:
-            # The traceback of an error holds the frames of the callers. An error in one of them would be a cycle, which
-            # keeps a communicator alive that nobody holds.
+            # A traceback references the frames of its callers. Kept in a local variable, the error would form a cycle
+            # that keeps a dropped communicator alive.
             del error
 
     def attempt(self, what: str, step: Callable[[], T], undo: Callable[[T], object] | None = None) -> T:
-        """Runs ``step`` here, and returns its result once it has succeeded on every rank.
+        """Run ``step`` here, and return its result after it has succeeded on every rank.
 
         Args:
-            what: Names the step.
-            step: What can fail.
-            undo: Takes the result of a step that has succeeded here but not everywhere.
+            what: Name of the step.
+            step: Action that can fail.
+            undo: Receives the result of a step that succeeded here but failed on another rank.
 
         Raises:
-            RendezvousError: It failed somewhere; the text says on which ranks and why, and is the same on all.
-            ConfigError, UnsupportedInputError: The same, where each rank at which it failed has failed by this.
+            RendezvousError: The step failed on a rank. The text is equal on all ranks and lists the ranks and their
+                errors.
+            ConfigError, UnsupportedInputError: The step failed, and on each failed rank by this class of error.
         """
         result, failure = self._try(step)[:2]
         try:
@@ -178,11 +182,14 @@ class Rendezvous:
         return result  # type: ignore[return-value]
 
     def vote(self, what: str, error: str | None) -> None:
-        """Raises RendezvousError on all ranks if any rank has an error."""
+        """Raise RendezvousError on all ranks if any rank passes an error."""
         self._meet(what, None, None if error is None else Failure("", error))
 
     def _meet(self, what: str, value: Any, failure: Failure | None, own_error: Exception | None = None) -> list[Any]:
-        """The values of all ranks, if no rank has failed. ``own_error`` is raised where all have failed alike."""
+        """Gather the messages of all ranks and return their values, or raise the common error if a rank failed.
+
+        ``own_error``: exception to raise if all ranks have failed alike.
+        """
         try:
             data = encode(Message(what, value, failure))
         except (ValueError, TypeError, RecursionError) as error:
@@ -199,7 +206,7 @@ class Rendezvous:
                 try:
                     raise own_error
                 finally:
-                    del own_error  # as in ``collect``
+                    del own_error  # avoid a reference cycle, see ``collect``
             raise _error_of_all(what, failures, self.names)
         return [message.value for message in said]
 
@@ -220,18 +227,18 @@ class Rendezvous:
     def _decode(self, rank: int, data: bytes) -> Message:
         try:
             return decode(data)
-        except RendezvousError as error:  # the same on all ranks
+        except RendezvousError as error:  # raised on all ranks alike
             raise RendezvousError(f"of {self.names.in_group(rank)}: {error}") from None
 
     @staticmethod
     def _try(step: Callable[[], T]) -> tuple[T | None, Failure | None, Exception | None]:
         try:
             return step(), None, None
-        except Exception as error:  # whatever it is, the other ranks must hear of it
+        except Exception as error:  # any error: the peers must be notified
             return None, _failure_of(error), error
 
     def exchange_descriptors(self, descriptor: int) -> dict[int, int]:
-        """Sends a file descriptor to every peer; returns theirs by rank, for the caller to close.
+        """Send a file descriptor to every peer. Return the peers' descriptors by rank; the caller must close them.
 
         Raises:
             RendezvousError: A peer could not be reached or did not send in time.
@@ -247,14 +254,16 @@ class Rendezvous:
     def share_descriptors(
         self, made: str, make: Callable[[], int], used: str, use: Callable[[dict[int, int]], object]
     ) -> None:
-        """Has every rank make a file descriptor, and use those of its peers. All of them are closed at the end.
+        """Create a file descriptor on every rank and use those of the peers. All descriptors are closed at the end.
 
         Args:
-            made, make: Names the step that makes the descriptor of this rank, and makes it.
-            used, use: The same of the step that takes the descriptors of the peers, by rank.
+            made: Name of the step that creates the descriptor.
+            make: Creates the descriptor of this rank.
+            used: Name of the step that uses the peers' descriptors.
+            use: Takes the peers' descriptors by rank.
 
         Raises:
-            RendezvousError: As of ``attempt`` and ``exchange_descriptors``.
+            RendezvousError: See ``attempt`` and ``exchange_descriptors``.
         """
         own = self.attempt(made, make, undo=os.close)
         try:
@@ -271,12 +280,12 @@ class Rendezvous:
 
     def _exchange(self, server: socket.socket, said: list[Any], descriptor: int) -> dict[int, int]:
         invitations = [Invitation(name, secret) for name, secret in said]
-        # Half of the time limit: a rank that failed at once already waits in the vote, for as long as that.
+        # Half of the time limit: a rank that failed early waits in the next vote for timeout_s only.
         return Exchange(self.rank, server, invitations, descriptor, self.timeout_s / 2, self.names).run()
 
 
 def host_identity() -> dict[str, str]:
-    """What tells the machine of this process from others; containers of one machine share the boot id."""
+    """Return host name and boot id of this machine. Containers of one machine share the boot id but not the name."""
     not_there = contextlib.suppress(FileNotFoundError, PermissionError)
     with not_there, open("/proc/sys/kernel/random/boot_id", encoding="ascii") as file:
         return {"host": socket.gethostname(), "boot_id": file.read().strip()}
@@ -286,18 +295,18 @@ def host_identity() -> dict[str, str]:
 def _failure_of(error: Exception) -> Failure:
     try:
         text = str(error)
-    except Exception:  # it is no less an error
+    except Exception:  # an exception whose __str__ raises is still an error
         text = "it has no text"
     return Failure(type(error).__name__, text)
 
 
 def _error_of_all(what: str, failures: dict[int, Failure], names: RankNames) -> LlmCommError:
-    """What all ranks raise when some have failed."""
+    """Build the error that all ranks raise after ``failures``."""
     kinds = {failure.kind for failure in failures.values()}
     kind = _RAISED_AS_THEY_ARE.get(kinds.pop()) if len(kinds) == 1 else None
     texts = {rank: text if kind or not name else f"{name}: {text}" for rank, (name, text) in failures.items()}
     if kind and len(failures) == names.size and len(set(texts.values())) == 1:
-        return kind(texts[0])  # what a process alone would say
+        return kind(texts[0])  # without a list of ranks, as a single process would report it
     listed = "; ".join(f"{names.full(rank)}: {text}" for rank, text in texts.items())
     where = f"{len(failures)} of {names.size} ranks of {names.of_group}"
     return (kind or RendezvousError)(f"{what} failed on {where}: {listed}")

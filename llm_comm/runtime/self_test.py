@@ -1,5 +1,8 @@
-"""Whether the NVLink switch of this machine computes what it should: sums of several sizes and types by every algorithm
-that may be used, beside those by LL. On the real device, at set-up, before anything else is computed."""
+"""Self-test of NVLink multicast at set-up: results of the switch are compared with those of LL algorithms.
+
+It covers several sizes and data types of every algorithm that the options permit, on the real device, before any other
+operation runs.
+"""
 
 from __future__ import annotations
 
@@ -20,20 +23,20 @@ from llm_comm.runtime.devices import current_stream_of
 from llm_comm.runtime.rendezvous import Rendezvous
 
 _TYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32, "byte": torch.uint8}
-_ROW = 512  # elements, of an operation that works by rows
-#: Bytes of messages; an emulated device takes a second for what a real one does in a moment.
+_ROW = 512  # elements in a row, for operations on rows
+#: Message sizes in bytes. An emulated device is too slow for the large ones.
 _SIZES = (16, 6144, 65_536)
 _LARGE_SIZES = (MIB, 5 * MIB)
 _EPSILON = 1e-5
-#: Whole numbers up to this have exact sums in every type, whatever the order, up to 8 ranks.
+#: Inputs are whole numbers up to this, so that sums over 8 ranks are exact in every data type and any order.
 _LARGEST_WHOLE = 16
 _POLL_S = 0.0005
-#: Tunables, as far as an algorithm has them.
+#: Tuning parameters for algorithms without a candidate at a tested size.
 _USUAL = {"blocks": 8, "threads": 256, "tile_lines": 64, "cluster": 1, "depth": 2}
 
 
 class _Case(NamedTuple):
-    """A call by the switch and the same by LL, which both have been enqueued."""
+    """One call through the switch and the same call by LL. Both have been enqueued."""
 
     name: str
     algorithm: registry.Algorithm
@@ -42,13 +45,13 @@ class _Case(NamedTuple):
 
 
 def run(rendezvous: Rendezvous, core: _core.Core, device: torch.device, config: Config, limits: _core.Limits) -> str:
-    """Tests the algorithms that may be used with these options. Collective; each rank ends within ``config.timeout_s``.
+    """Test the algorithms that these options permit. Collective. Each rank ends within ``config.timeout_s`` seconds.
 
     Returns:
-        What is wrong, the same on all ranks; "" if nothing is. The core can then be used.
+        Text of the failure, equal on all ranks, or "". After "" the core can be used.
 
     Raises:
-        MissingRankError: A rank did not come to its end.
+        MissingRankError: A rank did not arrive at the end of the test.
     """
 
     def test() -> list[str]:
@@ -58,7 +61,7 @@ def run(rendezvous: Rendezvous, core: _core.Core, device: torch.device, config: 
         digests: list[list[str]] = rendezvous.collect("self-test of NVLink multicast", test)
     except MissingRankError:
         raise
-    except RendezvousError as error:  # the same on all ranks
+    except RendezvousError as error:  # raised on all ranks alike
         return str(error)
     differing = [rank for rank, digest in enumerate(digests) if digest != digests[0]]
     if not differing:
@@ -70,10 +73,10 @@ def run(rendezvous: Rendezvous, core: _core.Core, device: torch.device, config: 
 def _test(
     core: _core.Core, device: torch.device, config: Config, limits: _core.Limits, rank: int, world_size: int
 ) -> list[str]:
-    """A digest of the sums that all ranks must have alike.
+    """Run all cases on this rank. Return a digest of the outputs that must be equal on all ranks.
 
     Raises:
-        RuntimeError: A call failed, or gave something else than LL.
+        RuntimeError: A call failed, or its output differs from that of LL.
     """
     deadline = time.monotonic() + config.timeout_s
     generator = torch.Generator().manual_seed(20_000 + rank)
@@ -116,7 +119,7 @@ def _problems(algorithm: registry.Algorithm, sizes: tuple[int, ...], world_size:
         for size in sizes:
             row = _ROW if operation.row_multiple else 0
             count = max(1, size // registry.data_types()[data_type])
-            # An odd element too many, where a message need not be rows.
+            # one extra element makes the count odd, if rows are not needed
             count = -(-count // row) * row if row else count + 1
             known = {"epsilon": _EPSILON, "rows": 1.0, **{f"size_{i}": float(count) for i in range(world_size)}}
             parameters = tuple(known.get(name, 0.0) for name in operation.parameters)
@@ -133,7 +136,7 @@ def _enqueue(
     is_exact: bool,
     generator: torch.Generator,
 ) -> _Case | None:
-    """Both calls; None where the algorithm takes no such size."""
+    """Enqueue both calls of a case. Return None if an algorithm does not support the size."""
     operation = registry.operations()[algorithm.operation]
     reference = next(
         a
@@ -146,7 +149,7 @@ def _enqueue(
         choice = next(iter(_core.candidates(one.number, for_core, limits)), None) or _usual_choice(one)
         try:
             tilings.append(_core.shape(one.number, for_core, choice, limits).tiling)
-        except ValueError:  # whole lines only, for one
+        except ValueError:  # the size is no multiple of a line, for example
             return None
     operands = {
         name: _operand(name, operation, problem, is_exact, generator).to(device)
@@ -174,7 +177,8 @@ def _enqueue(
 
 
 def _usual_choice(algorithm: registry.Algorithm) -> _core.Choice:
-    """For sizes at which it has no candidates, because others are faster."""
+    """Build tuning parameters for a size at which the algorithm has no candidate because other algorithms are
+    faster."""
     usual = {name: _USUAL.get(name, bounds.least) for name, bounds in algorithm.ranges.items()}
     return _core.Choice(
         **{name: min(max(usual[name], bounds.least), bounds.most) for name, bounds in algorithm.ranges.items()}
@@ -182,7 +186,7 @@ def _usual_choice(algorithm: registry.Algorithm) -> _core.Choice:
 
 
 def _length(operation: registry.Operation, problem: Problem, *, is_output: bool) -> int:
-    """Elements of an input or an output."""
+    """Return the number of elements of an input or output of this rank."""
     if not operation.has_parts:
         return problem.count
     gathers = problem.data_type == "byte"
@@ -193,7 +197,7 @@ def _operand(
     name: str, operation: registry.Operation, problem: Problem, is_exact: bool, generator: torch.Generator
 ) -> torch.Tensor:
     dtype = _TYPES[problem.data_type]
-    if name != "input":  # the same on all ranks
+    if name != "input":  # weights and residuals: equal on all ranks
         return torch.linspace(0.5, 1.5, problem.row or problem.count).to(dtype)
     length = _length(operation, problem, is_output=False)
     if dtype == torch.uint8:
@@ -204,7 +208,7 @@ def _operand(
 
 
 def _wait(core: _core.Core, device: torch.device, deadline: float) -> None:
-    """Until the calls have ended, but not for ever."""
+    """Wait for the end of the calls, at most until ``deadline``."""
     if device.type != "cpu":
         event = torch.cuda.Event()
         event.record(torch.cuda.current_stream(device))
@@ -227,7 +231,8 @@ def _is_right(case: _Case, world_size: int) -> bool:
             if not torch.equal(_bits(output), _bits(expected)):
                 return False
             continue
-        # fp32 sums of world_size numbers up to 1, rounded once: a unit in the last place apart, and what fp32 loses.
+        # Both round an fp32 sum of world_size numbers up to 1. They differ by one unit in the last place, plus the fp32
+        # rounding errors of the two orders.
         ours, theirs = output.double(), expected.double()
         bound = torch.finfo(output.dtype).eps * theirs.abs() + world_size**2 * torch.finfo(torch.float32).eps
         if not bool(((ours - theirs).abs() <= bound).all()):

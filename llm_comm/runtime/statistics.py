@@ -1,7 +1,6 @@
-"""What a communicator has been called for, in numbers: what its calls are counted into, and what
-``Communicator.stats`` returns.
+"""Statistics of a communicator: the counters of its calls, and what ``Communicator.stats`` returns.
 
-The core counts each call as it enqueues it, which takes a few nanoseconds; see ``Counter`` of ``llm_comm._core``.
+The core counts each call when it enqueues it, at a cost of a few nanoseconds (``Counter`` of ``llm_comm._core``).
 """
 
 from __future__ import annotations
@@ -14,15 +13,17 @@ from typing import Any, NamedTuple
 
 from llm_comm import _core
 
-#: Reasons that are told apart. They hold no sizes, so that there are few.
+#: Number of different reasons that are counted separately. Reasons hold no sizes, so this many are not expected.
 MAX_REASONS = 200
-#: In place of the reasons beyond these.
+#: Reason under which further ones are counted.
 OTHER_REASONS = "other reasons"
 
 
 class Tallies:
-    """All tallies of one communicator, and what it has declined. For any thread; nothing that reads waits, so a handler
-    of a signal may read too."""
+    """Counters of one communicator: calls by kind, and declined inputs by reason. Any thread may use them.
+
+    Readers take no lock, so a signal handler may read.
+    """
 
     def __init__(self) -> None:
         self._by_kind: dict[tuple[str, str, str, int], _core.Tally] = {}
@@ -30,17 +31,17 @@ class Tallies:
         self._declines = threading.Lock()
 
     def counter(self, operation: str, message_bytes: int, algorithm: str, protocol: str) -> _core.Counter:
-        """What counts calls of an algorithm for messages of one size.
+        """Return a counter for calls of one algorithm with messages of one size class.
 
         Args:
-            operation, message_bytes, algorithm, protocol: As of ``Plan``.
+            operation, message_bytes, algorithm, protocol: Attributes of ``Plan``.
         """
-        nbytes = int(message_bytes)  # while torch.jit traces, sizes are tensors
+        nbytes = int(message_bytes)  # torch.jit.trace passes sizes as tensors
         kind = (operation, algorithm, protocol, size_class(nbytes))
         return _core.Counter(self._by_kind.setdefault(kind, _core.Tally()), nbytes)
 
     def decline(self, operation: str, reason: str) -> None:
-        """Counts an input that was not served."""
+        """Count an input that was declined."""
         key = (operation, without_sizes(reason))
         with self._declines:
             if key not in self._declined and len(self._declined) >= MAX_REASONS:
@@ -48,8 +49,8 @@ class Tallies:
             self._declined[key] = self._declined.get(key, 0) + 1
 
     def calls(self) -> tuple[Calls, ...]:
-        """What has been counted, by operation, algorithm, protocol and size."""
-        # Copied in one step: other threads may add to it.
+        """Return the counted calls by operation, algorithm, protocol and size class."""
+        # The copy is one step of the interpreter: other threads may add entries meanwhile.
         return tuple(
             Calls(*kind, tally.calls, tally.bytes, tally.captured_calls, tally.captured_bytes)
             for kind, tally in sorted(self._by_kind.copy().items(), key=lambda item: item[0])
@@ -57,22 +58,21 @@ class Tallies:
         )
 
     def declined(self) -> tuple[Declined, ...]:
-        """What was not served, by operation and reason."""
+        """Return the declined inputs by operation and reason."""
         return tuple(Declined(*key, count) for key, count in sorted(self._declined.copy().items()))
 
 
 @dataclass(frozen=True)
 class Calls:
-    """Calls of one operation by one algorithm, of messages of about one size.
+    """Calls of one operation by one algorithm, with messages of one size class.
 
     Attributes:
-        operation, algorithm, protocol: As of ``Plan``. A call that an algorithm for symmetric memory serves
-            (``Plan.symmetric``) is counted under that one.
-        up_to_bytes: Size class: the smallest power of two that is no less than a message of these calls; 0 for empty
-            ones.
-        calls, bytes: Eager calls, and the sum of their messages' sizes (``Plan.message_bytes``).
-        captured_calls, captured_bytes: The same of calls that CUDA graphs have captured, however often these are
-            replayed.
+        operation, algorithm, protocol: Attributes of ``Plan``. A call served by an algorithm for symmetric memory
+            (``Plan.symmetric``) is counted under that algorithm.
+        up_to_bytes: Size class: the smallest power of two that is at least the message size in bytes; 0 for empty
+            messages.
+        calls, bytes: Number of eager calls, and the sum of their message sizes in bytes (``Plan.message_bytes``).
+        captured_calls, captured_bytes: Number and bytes of calls captured in CUDA graphs. Replays are not counted.
     """
 
     operation: str
@@ -87,12 +87,12 @@ class Calls:
 
 @dataclass(frozen=True)
 class Declined:
-    """Inputs of an operation that were not served.
+    """Declined inputs of an operation.
 
     Attributes:
-        operation: What was asked for.
-        reason: As of ``Plan.reason``, with N in place of numbers.
-        count: How often a call was declined, or a question of ``accepts`` and its kin was answered with no.
+        operation: Operation that was asked for.
+        reason: ``Plan.reason`` with N in place of numbers.
+        count: Number of calls declined, plus number of queries (``accepts`` and similar) answered with no.
     """
 
     operation: str
@@ -102,16 +102,16 @@ class Declined:
 
 @dataclass(frozen=True)
 class Progress:
-    """How far a communicator is.
+    """Progress of a communicator.
 
     Attributes:
-        launches: Collective kernels that the host has enqueued or captured; a large message takes several. Those of
-            linear layers are not among them.
-        operations_ended: How often one of these kernels has ended on the device, in replays of CUDA graphs too. None
-            if the device does not answer soon.
-        idle_s: Seconds since the last launch was enqueued or captured, to about 0.05 s. A replay is none. None if there
-            was none, or where there is one rank.
-        error: Class of the error that has ended the communicator, or "".
+        launches: Number of collective kernels that the host has enqueued or captured. A large message takes several.
+            Kernels of linear layers are not counted.
+        operations_ended: Number of times one of these kernels has ended on the device, replays of CUDA graphs included.
+            None if the device does not answer soon.
+        idle_s: Seconds since the last launch was enqueued or captured, with a resolution of 0.05 s. Replays do not
+            count. None before the first launch, or if the group has one rank.
+        error: Class name of the error that has ended the communicator, or "".
     """
 
     launches: int = 0
@@ -121,7 +121,7 @@ class Progress:
 
 
 class Sums(NamedTuple):
-    """All calls of one operation; the numbers as of ``Calls``."""
+    """Totals of all calls of one operation; the fields are those of ``Calls``."""
 
     calls: int = 0
     bytes: int = 0
@@ -131,12 +131,12 @@ class Sums(NamedTuple):
 
 @dataclass(frozen=True)
 class Stats:
-    """What a communicator has done so far, on this rank.
+    """Statistics of a communicator on this rank.
 
     Attributes:
-        calls: By operation, algorithm, protocol and size.
-        declined: By operation and reason.
-        progress: Of kernels; after ``close``, as it was then.
+        calls: Calls by operation, algorithm, protocol and size class.
+        declined: Declined inputs by operation and reason.
+        progress: Progress of the kernels. After ``close``, the state at the time of closing.
     """
 
     calls: tuple[Calls, ...] = ()
@@ -144,7 +144,7 @@ class Stats:
     progress: Progress = field(default_factory=Progress)
 
     def as_dict(self) -> dict[str, Any]:
-        """The same of dicts, lists and numbers, as JSON takes it."""
+        """Return the statistics as JSON-able dicts, lists and numbers."""
         return {
             "calls": [asdict(calls) for calls in self.calls],
             "declined": [asdict(declined) for declined in self.declined],
@@ -152,7 +152,7 @@ class Stats:
         }
 
     def by_operation(self) -> dict[str, Sums]:
-        """The sums over algorithms, protocols and sizes, by operation."""
+        """Return the totals over algorithms, protocols and size classes, by operation."""
         sums: dict[str, Sums] = {}
         for each in self.calls:
             numbers = each.calls, each.bytes, each.captured_calls, each.captured_bytes
@@ -162,12 +162,12 @@ class Stats:
 
 
 def size_class(nbytes: int) -> int:
-    """The smallest power of two that is no less; 0 of 0."""
+    """Return the smallest power of two that is at least ``nbytes``; 0 for 0."""
     return 1 << (nbytes - 1).bit_length() if nbytes > 0 else 0
 
 
 @functools.lru_cache(maxsize=1024)
 def without_sizes(reason: str) -> str:
-    """A reason with N in place of each number that stands alone, so that reasons of other sizes are the same one.
+    """Replace each number that stands alone in ``reason`` by N, so that equal reasons with other sizes become one.
     Digits within a word, such as bfloat16, stay."""
     return re.sub(r"(?<![\w.])\d+(\.\d+)?(?!\w)", "N", reason)

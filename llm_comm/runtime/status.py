@@ -1,8 +1,8 @@
-"""What the ranks of a communicator know of each other when one of them fails: a page of shared memory each.
+"""Fault reports between the ranks of a communicator: one page of shared memory for each rank.
 
-A rank writes its own page and reads those of the others, so nobody waits for anybody, and the page of a rank that has
-died still says what it did last. That its process has ended tells a pidfd, which ranks give each other rather than
-their process numbers: those of another container say nothing here.
+A rank writes its own page and reads the pages of its peers, so no rank waits for another. The page of a dead rank still
+holds its last report. Whether a process has ended is read from a pidfd. Ranks exchange pidfds instead of process ids,
+which have no meaning in another container's namespace.
 """
 
 from __future__ import annotations
@@ -21,17 +21,25 @@ from llm_comm.errors import MissingRankError, RendezvousError
 from llm_comm.runtime.rendezvous import Rendezvous
 
 _PAGE_BYTES = 4096
-_BEAT = struct.Struct("d")  # time.monotonic(), which the processes of a machine share
-_HEAD = struct.Struct("II")  # length and checksum of the state behind it, which may be read while it is written
+_BEAT = struct.Struct("d")  # heartbeat: time.monotonic(), one clock for all processes of a machine
+_HEAD = struct.Struct("II")  # length and checksum of the state after it: a reader may see a half-written one
 _STATE_OFFSET = _BEAT.size + _HEAD.size
 _MAX_TEXT = 2000
-#: A rank that gave no sign of life for so long is not waited for.
+#: Age in seconds of a heartbeat after which a rank counts as silent and is not waited for.
 LIFE_S = 1.0
 
 
 @dataclass(frozen=True)
 class RankError:
-    """Why a rank has given up: a class of ``llm_comm.errors`` by name, what goes into it, and the same in brief."""
+    """Error of a rank.
+
+    Attributes:
+        kind: Name of a class in ``llm_comm.errors``.
+        text: Full text of the error.
+        brief: Short form for the list of the ranks' states.
+        rank: Rank that failed.
+        peer: Rank that caused it; ``rank`` itself if no other did.
+    """
 
     kind: str
     text: str
@@ -42,14 +50,15 @@ class RankError:
 
 @dataclass(frozen=True)
 class RankState:
-    """What a rank says of itself.
+    """State that a rank publishes about itself.
 
     Attributes:
-        last_call: The last kernel launch that it has enqueued or captured, in words, or "".
-        operations_ended: On its device, when it noticed that a rank has failed; else None, or where that is not known.
-        error: Its own error.
-        is_closed: It has closed its communicator.
-        remark: What else it does, such as to wait for a rank of another node, or "".
+        last_call: Last kernel launch that the rank has enqueued or captured, in words, or "".
+        operations_ended: Number of operations ended on its device, published only after a failure was noticed. None if
+            unknown.
+        error: Error of this rank.
+        is_closed: The rank has closed its communicator.
+        remark: Other activity, such as waiting for a rank of another node, or "".
     """
 
     last_call: str
@@ -61,12 +70,12 @@ class RankState:
 
 @dataclass(frozen=True)
 class Sighting:
-    """What is seen of a rank.
+    """State of a rank as another rank sees it.
 
     Attributes:
-        state: What it says of itself, None where it has written nothing.
-        age_s: Seconds since it last gave a sign of life.
-        has_exited: Its process has ended; None where that cannot be told.
+        state: Published state, None if the rank has published none.
+        age_s: Age of the last heartbeat in seconds.
+        has_exited: The process of the rank has ended; None if unknown.
     """
 
     state: RankState | None
@@ -75,12 +84,12 @@ class Sighting:
 
     @property
     def is_closed(self) -> bool:
-        """Whether it has closed its communicator, or dropped it."""
+        """True if the rank has closed its communicator, or dropped it."""
         return self.state is not None and self.state.is_closed
 
 
 class StatusBoard:
-    """The pages of all ranks, and pidfds of the peers' processes where there are any. Use it from one thread."""
+    """Status pages of all ranks, and pidfds of the peers' processes where the kernel has them. For one thread."""
 
     def __init__(self, rank: int, pages: Mapping[int, mmap.mmap], processes: Mapping[int, int] | None = None) -> None:
         self._own = pages[rank]
@@ -89,7 +98,7 @@ class StatusBoard:
 
     @classmethod
     def open(cls, rendezvous: Rendezvous) -> StatusBoard:
-        """Makes this rank's page and maps those of the peers. Collective.
+        """Create this rank's page and map the pages of the peers. Collective.
 
         Raises:
             RendezvousError: The ranks cannot exchange file descriptors.
@@ -113,15 +122,15 @@ class StatusBoard:
         return cls(rendezvous.rank, pages, _exchange_processes(rendezvous))
 
     def publish(self, state: RankState) -> None:
-        """Says what this rank does, and that it lives."""
+        """Write the state of this rank and a new heartbeat."""
         text = json.dumps(asdict(state)).encode()
         head = _HEAD.pack(len(text), zlib.crc32(text))
         self._own[_BEAT.size : _STATE_OFFSET + len(text)] = head + text
-        # In one piece, for others read it meanwhile: pack_into would write zeros first.
+        # One slice assignment: peers read meanwhile, and pack_into would write zeros first.
         self._own[: _BEAT.size] = _BEAT.pack(time.monotonic())
 
     def look(self) -> list[Sighting]:
-        """The ranks' states, by rank."""
+        """Return the states of all ranks, by rank."""
         now = time.monotonic()
         return [_read(self._pages[rank], now, self._has_exited(rank)) for rank in sorted(self._pages)]
 
@@ -134,6 +143,7 @@ class StatusBoard:
         return bool(poll.poll(0))
 
     def close(self) -> None:
+        """Unmap the pages and close the pidfds."""
         for page in self._pages.values():
             page.close()
         for process in self._processes.values():
@@ -141,12 +151,13 @@ class StatusBoard:
 
 
 def _exchange_processes(rendezvous: Rendezvous) -> dict[int, int]:
-    """pidfds of the peers, by rank; none where a kernel has no such thing (Linux before 5.3, some sandboxes)."""
+    """Exchange pidfds; return those of the peers by rank. Empty if a rank's kernel has none (Linux before 5.3, some
+    sandboxes)."""
     try:
         own = rendezvous.attempt("pidfd", lambda: os.pidfd_open(os.getpid()), undo=os.close)
     except MissingRankError:
         raise
-    except RendezvousError:  # the same on all ranks
+    except RendezvousError:  # raised on all ranks alike
         return {}
     try:
         return rendezvous.exchange_descriptors(own)
@@ -155,7 +166,7 @@ def _exchange_processes(rendezvous: Rendezvous) -> dict[int, int]:
 
 
 def fit(text: str) -> str:
-    """What of an error text fits a page, where JSON writes other characters than those of ASCII at length."""
+    """Cut an error text so that its JSON, which writes non-ASCII characters as escapes, fits a page."""
     while len(json.dumps(text)) > _MAX_TEXT:
         text = text[: len(text) * 9 // 10]
     return text
@@ -163,7 +174,7 @@ def fit(text: str) -> str:
 
 def _read(page: mmap.mmap, now: float, has_exited: bool | None) -> Sighting:
     (beat,) = _BEAT.unpack_from(page, 0)
-    for _ in range(3):  # another try where the writer was in the middle of it
+    for _ in range(3):  # retry if the writer was in the middle of its update
         length, checksum = _HEAD.unpack_from(page, _BEAT.size)
         text = page[_STATE_OFFSET : _STATE_OFFSET + length]
         if length > 0 and zlib.crc32(text) == checksum:

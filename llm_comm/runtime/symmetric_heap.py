@@ -1,7 +1,7 @@
-"""The symmetric heap of a communicator: tensors that every rank has at the same place, and that all ranks have mapped.
+"""Symmetric heap of a communicator: tensors with the same symmetric offset on every rank, mapped by all ranks.
 
-Memory is given out alike on all ranks, so ranks agree on what is free. A tensor may die at another time on each rank:
-what has died on all of them is found out, and given back, when the next tensor is asked for.
+Every rank allocates in the same order, so all ranks agree on the free memory. Tensors may be dropped at different times
+on each rank. The next allocation finds the tensors that all ranks have dropped, and reuses their memory.
 """
 
 from __future__ import annotations
@@ -26,17 +26,17 @@ from llm_comm.runtime.heap_layout import MAX_BYTES, Allocation, HeapLayout
 from llm_comm.runtime.rendezvous import Rendezvous
 from llm_comm.runtime.workspaces import share_segment
 
-#: Of allocations, the oldest first, of which a rank can say in one message whether they have died.
+#: Number of allocations, oldest first, whose state fits one message: one bit each.
 _MAX_TOLD = 16_000
 
 
 class SymmetricHeap:
-    """The heap of one communicator. Empty, and without memory, until a tensor is asked for.
+    """Heap of one communicator. It has no memory until the first tensor is allocated.
 
     Args:
-        rendezvous: Of the ranks.
-        handle: Of the core.
-        use_ipc: Memory is shared by cudaIpc, as the workspaces are.
+        rendezvous: Rendezvous of the ranks.
+        handle: Handle of the core.
+        use_ipc: Share memory by cudaIpc, as the workspaces do.
     """
 
     def __init__(self, rendezvous: Rendezvous, handle: CoreHandle, use_ipc: bool) -> None:
@@ -47,7 +47,7 @@ class SymmetricHeap:
         self._loans: dict[int, _core.Loan] = {}
 
     def empty(self, shape: int | Sequence[int], dtype: torch.dtype) -> torch.Tensor:
-        """``Communicator.empty``."""
+        """Implement ``Communicator.empty``. Collective."""
         rendezvous = self.meet("empty")
         request = rendezvous.collect("request for symmetric memory", lambda: self._request(shape, dtype))
         shapes = [f"{tuple(other['shape'])} of {other['dtype']}" for other in request]
@@ -56,7 +56,7 @@ class SymmetricHeap:
         nbytes = math.prod(size) * dtype.itemsize
         if nbytes == 0:
             return torch.empty(size, dtype=dtype, device=self._handle.device)
-        # Until all ranks have the tensor, nothing is changed that could not be changed back.
+        # Work on a copy of the layout: until all ranks have the tensor, every change must be reversible.
         layout = self._layout.copy()
         dead = _dead_on_all(layout, [other["dead"] for other in request])
         for number in dead:
@@ -76,10 +76,10 @@ class SymmetricHeap:
                 lambda: self._take(allocation, nbytes, bool(dead), size, dtype),
             )
         except BaseException as error:
-            # Whoever keeps the error keeps the frames that it went through, and with them a tensor of this rank.
+            # A caller that keeps the exception would keep its frames, and with them the tensor of this rank.
             traceback.clear_frames(error.__traceback__)
             if new_segment is not None:
-                with contextlib.suppress(ValueError):  # this rank has nothing of it
+                with contextlib.suppress(ValueError):  # this rank has no memory of the segment
                     core.unmap_segment(new_segment)
                     core.close_segment(new_segment)
             raise
@@ -93,7 +93,7 @@ class SymmetricHeap:
         return tensor
 
     def _request(self, shape: Any, dtype: Any) -> dict[str, Any]:
-        """What this rank asks for, and which of its allocations have died."""
+        """Validate this rank's request, and add which of its allocations have been dropped."""
         self._handle.check()
         self.check_not_capturing("empty")
         if not isinstance(dtype, torch.dtype):
@@ -107,14 +107,14 @@ class SymmetricHeap:
         return {"shape": size, "dtype": str(dtype), "dead": self._dead()}
 
     def place_of(self, tensor: torch.Tensor) -> tuple[int, int] | None:
-        """Segment of the heap, and offset in bytes, of a tensor that lies in the heap as a whole: the same on all ranks
-        for the same tensor of ``empty``.
+        """Return (segment, symmetric offset in bytes) of a tensor in the heap. Equal on all ranks for one tensor of
+        ``empty``.
 
         Args:
-            tensor: Contiguous, of any memory.
+            tensor: Contiguous tensor in any memory.
 
         Returns:
-            None where it has no elements or lies elsewhere.
+            None if the tensor is empty or not wholly in the heap.
 
         Raises:
             RuntimeError: The communicator is closed.
@@ -138,18 +138,19 @@ class SymmetricHeap:
         return rendezvous
 
     def rendezvous(self) -> Rendezvous:
-        """Of the ranks, as long as the heap is open."""
+        """Return the rendezvous of the ranks. The heap must be open."""
         assert self._rendezvous is not None
         return self._rendezvous
 
     def check_not_capturing(self, call: str) -> None:
-        """Raises UnsupportedInputError where ``call``, which makes tensors, would be captured in a CUDA graph."""
+        """Raise UnsupportedInputError if the stream is being captured. ``call`` names the caller, which allocates
+        tensors."""
         if is_capturing(self._handle.device):
             raise UnsupportedInputError(f"{call}: a CUDA graph is being captured: make the call before")
 
     def _dead(self) -> str:
-        """A bit for each allocation, the oldest first."""
-        # Graphs may still use what has no tensor any more.
+        """Encode which allocations this rank has dropped: one bit each, oldest first."""
+        # After a capture nothing is reported: graphs may use memory whose tensor is gone.
         if self._handle.core().has_been_captured():
             return ""
         allocations = self._layout.allocations()[:_MAX_TOLD]
@@ -165,7 +166,7 @@ class SymmetricHeap:
         dtype: torch.dtype,
     ) -> tuple[torch.Tensor, _core.Loan]:
         core, device = self._handle.core(), self._handle.device
-        # Work on any stream, to the memory of peers too, may still use what a tensor had that has died.
+        # Work of any stream, and of the peers, may still use the memory of a dropped tensor.
         if reuses and device.type == "cuda":
             torch.cuda.synchronize(device)
         index = -1 if device.type == "cpu" else device.index
@@ -177,26 +178,26 @@ class SymmetricHeap:
         return tensor, loan
 
     def close(self) -> None:
-        """Drops the group. What tensors hold stays theirs."""
+        """Drop the process group. Tensors keep their memory."""
         self._rendezvous = None
         self._loans.clear()
 
 
 def _close_segments(rendezvous: Rendezvous, core: _core.Core, segments: Sequence[int]) -> None:
-    """Gives segments back, which nothing uses on any rank."""
+    """Free segments that no rank uses. Collective."""
 
     def each(step: Callable[[int], None]) -> None:
         for segment in segments:
             step(segment)
 
     if segments:
-        # Memory of cudaIpc must not go as long as a peer maps it.
+        # A rank must not free cudaIpc memory while a peer has it mapped.
         rendezvous.attempt("unmapping of symmetric memory", lambda: each(core.unmap_segment))
         rendezvous.attempt("return of symmetric memory", lambda: each(core.close_segment))
 
 
 def _dead_on_all(layout: HeapLayout, said: Sequence[str]) -> set[int]:
-    """The allocations that have died on all ranks, by what each rank has said."""
+    """Return the allocations that all ranks have dropped; ``said`` holds the bits of each rank (``_dead``)."""
     common = -1
     for text in said:
         common &= int.from_bytes(base64.b85decode(text), "little")

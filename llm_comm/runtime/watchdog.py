@@ -1,11 +1,12 @@
-"""A thread that notices when a communicator fails, whether or not anybody calls it, and says what the ranks were doing.
+"""Watchdog thread of a communicator: detects failures without any call from the user, and reports what each rank did.
 
-It also notices that a rank's process has exited. Kernels that wait for it end at once, in place of the time-out. That
-alone ends nothing else, as what the rank has sent is there, unless a callback asks for it. The log says which rank has
-exited without closing its communicator: an engine or launcher may be about to end this process too, in other words.
-
-A CUDA graph is replayed without Python, and a rank may wait for its GPU, so somebody else has to look. A look reads a
+CUDA graphs are replayed without Python, and a rank may block on its GPU, so a thread of its own polls. A poll reads a
 few words of host memory.
+
+The watchdog also detects that a peer's process has exited. Kernels that wait for that peer end at once instead of after
+the timeout. Other kernels continue, since data that the peer has sent is complete, unless a callback asked for failure
+on exit. The log names the peer that exited without closing its communicator: an engine or launcher may end this process
+next, with a message of its own.
 """
 
 from __future__ import annotations
@@ -33,19 +34,19 @@ from llm_comm.runtime.status import LIFE_S, RankError, RankState, Sighting, Stat
 
 logger = logging.getLogger("llm_comm")
 
-#: What a kernel waits for a peer, as a share of ``timeout_s``. The rest is for the ranks to agree whom they miss
-#: (1/16 of it, ``record_wait_in_vain`` in wait.cuh), for a look of this thread, and for it to hear from the others.
+#: Time limit of a wait in a kernel, as a share of ``timeout_s``. The rest is for three steps: the ranks agree on the
+#: missing peer (1/16 of it, ``record_wait_in_vain`` in wait.cuh), this thread polls, and it reads the peers' reports.
 KERNEL_SHARE_OF_TIMEOUT = 0.8
 _LOOK_SHARE, _LONGEST_LOOK_S = 1 / 40, 0.05
-#: From one look at the order of operations to the next: each reads a few words of every rank's GPU.
+#: Seconds between two checks of the operations' order. Each check reads a few words of every rank's GPU.
 _ORDER_LOOK_S = 1.0
 _HEAR_SHARE, _LONGEST_HEAR_S = 1 / 20, 0.5
-#: How long it takes a process that gives no sign of life to exit: the driver frees its memory first.
+#: Longest time in seconds that a silent process takes to exit: the driver frees its memory first.
 _LONGEST_DEATH_S = 2.5
-#: After an exit that is an error by itself: for kernels that wait for the rank, and the engine, to say so first.
+#: Seconds from a peer's exit until the exit itself becomes the error. Waiting kernels and the engine report first.
 _EXIT_GRACE_S = 1.0
-#: What a communicator that is collected waits for its thread. The collection may have come upon the holder of a lock
-#: that the thread wants, of a handler of logging for one.
+#: Time limit in seconds for joining the thread of a garbage-collected communicator. Collection may interrupt the holder
+#: of a lock that the thread needs, such as the lock of a logging handler.
 _LONGEST_STOP_S = 3.0
 
 
@@ -54,12 +55,13 @@ _CallbackRef = Callable[[], _Callback | None]
 
 
 def _reference(callback: _Callback) -> _CallbackRef:
-    # The object of a bound method often holds the communicator, whose watchdog is not to keep it alive in turn.
+    # A weak reference: the object of a bound method often holds the communicator, which the watchdog must not keep
+    # alive.
     return weakref.WeakMethod(callback) if inspect.ismethod(callback) else lambda: callback
 
 
 def operations_ended(core: _core.Core) -> int | None:
-    """How many operations the device has ended; None if it does not answer soon, or has an error of its own."""
+    """Return how many operations the device has ended; None if it does not answer soon or has an error of its own."""
     try:
         return core.operations_ended()
     except RuntimeError:
@@ -67,13 +69,15 @@ def operations_ended(core: _core.Core) -> int | None:
 
 
 class Watchdog(threading.Thread):
-    """Watches one communicator until ``stop``. It holds the core, not the communicator, which may be dropped.
+    """Watch one communicator until ``stop``. The thread holds the core and not the communicator, which the user may
+    drop.
 
     Args:
-        core: What to watch.
-        rank: Of this process among those that are connected.
-        board: What the ranks know of each other, or None. Belongs to the watchdog from now on.
-        names: Names of those that are connected: of a group on several nodes, the ranks of this one.
+        core: Core to watch.
+        rank: Index of this process among the connected ranks.
+        timeout_s: Option ``timeout_s``, in seconds.
+        board: Status pages of the ranks, or None. The watchdog takes ownership.
+        names: Names of the connected ranks. In a group over several nodes: the ranks of this node.
     """
 
     def __init__(
@@ -97,23 +101,25 @@ class Watchdog(threading.Thread):
         self._stopping = threading.Event()
         self._has_failed = threading.Event()
         self._lock = threading.Lock()
-        self._error: RankError | None = None  # with the state of all ranks, once _has_failed is set
-        #: What the others are to know of this rank beside its calls, as of ``RankState``. Any thread may set it.
+        self._error: RankError | None = None  # with the states of all ranks; set before _has_failed
+        #: ``RankState.remark`` of this rank. Any thread may set it.
         self.remark = ""
-        self._other_error: RankError | None = None  # what the device knows nothing of
-        self._callbacks: list[_CallbackRef] = []  # each returns the callback, or None once it is gone
-        self._lost: set[int] = set()  # ranks of which the log has said that they are gone
-        self._exited: set[int] = set()  # ranks of which the kernels know that their processes have exited
-        self._first_exit: tuple[int, float] | None = None  # the rank, not closed before, and when it was seen
+        self._other_error: RankError | None = None  # an error found on the host, which the core does not report
+        self._callbacks: list[_CallbackRef] = []  # each returns the callback, or None after its object was collected
+        self._lost: set[int] = set()  # ranks whose loss has been logged
+        self._exited: set[int] = set()  # ranks whose exit has been passed to the kernels
+        # first rank that exited without closing, and the time of the poll that saw it
+        self._first_exit: tuple[int, float] | None = None
         self._fails_on_exit = False
         self._is_abandoned = False
         self._next_look_at_order = 0.0
-        self._last_launch = (0, 0.0)  # its number, and when it was first seen
+        self._last_launch = (0, 0.0)  # number of the last launch, and when it was first seen
 
-    # ---- For the communicator -----------------------------------------------------------------------------------
+    # ---- Calls of the communicator ------------------------------------------------------------------------------
 
     def failure(self) -> CommunicatorError | None:
-        """The error of the communicator, always with the same text. Waits for the other ranks' states if it is new."""
+        """Return the error of the communicator, or None. A new error waits for the reports of the peers, so the text is
+        final."""
         if self._error is None:
             found = self._own_error()
             if found is None:
@@ -124,7 +130,7 @@ class Watchdog(threading.Thread):
         return as_exception(self._error)
 
     def end(self, why: str) -> CommunicatorError:
-        """Ends the communicator, on all ranks, because an operation could not be launched here. Returns the error."""
+        """End the communicator on all ranks because an operation could not be launched here. Return the error."""
         text = (
             f"{self._this}: an operation could not be launched ({why}), and other ranks may have launched "
             "theirs. This communicator cannot be used any more."
@@ -133,34 +139,43 @@ class Watchdog(threading.Thread):
         return self.end_with(RankError(kind, fit(text), brief, self._number, self._number))
 
     def end_with(self, why: RankError) -> CommunicatorError:
-        """The same because of what the device knows nothing of. From any thread. Returns the error of the communicator,
-        which may be an earlier one."""
+        """End the communicator on all ranks for an error found on the host. Any thread may call this.
+
+        Returns:
+            The error of the communicator, which may be an earlier one.
+        """
         self._other_error = self._other_error or why
-        self._core.abort()  # nothing is enqueued from now on, and what waits for this rank learns of it by its page
+        self._core.abort()  # nothing is enqueued after this; peers that wait for this rank read its status page
         error = self.failure()
         assert error is not None
         return error
 
     def look_at_order(self) -> None:
-        """Ends the communicator if operations of graphs have run beside others, as far as that shows. Calls outside of
-        graphs wait for each other."""
+        """End the communicator if a check finds that operations of graph replays overlapped with other operations.
+
+        Eager calls need no check: they wait for each other.
+        """
         with contextlib.suppress(RuntimeError):  # the device has an error of its own
             if self._core.has_been_captured():
                 self._core.check_order()
 
     def idle_s(self) -> float | None:
-        """Seconds since the last launch was enqueued or captured, as far as looks tell; None if there was none."""
+        """Return the seconds since the last launch was enqueued or captured, with the resolution of polls; None before
+        one."""
         number, seen = self._seen(self._core.last_call())
         return time.monotonic() - seen if number else None
 
     def kind_of_error(self) -> str:
-        """Class of the communicator's error, or "". Waits for nobody."""
+        """Return the class name of the communicator's error, or "". Does not wait."""
         error = self._error or self._own_error()
         return "" if error is None else error.kind
 
     def on_error(self, callback: _Callback, exits: bool) -> None:
-        """Calls ``callback`` once with the error: from this thread, or now if there is one already. ``exits``: see
-        ``Communicator.on_error``."""
+        """Register ``callback``. It is called once with the error: by this thread, or at once if there is an error
+        already.
+
+        ``exits``: see ``Communicator.on_error``.
+        """
         with self._lock:
             self._fails_on_exit |= exits
             if self._error is None:
@@ -169,24 +184,28 @@ class Watchdog(threading.Thread):
         callback(as_exception(self._error))
 
     def stop(self, longest_s: float | None = None) -> None:
-        """Returns once nothing is looked at any more, or after a while."""
+        """Stop the thread. Return after its last poll, or after ``longest_s`` seconds."""
         self._stopping.set()
         if self.ident is None and self._board is not None:  # the thread never started
             self._board.close()
             self._board = None
-        # A communicator can be collected, and with it its watchdog stopped, in any thread.
+        # Garbage collection can run this in any thread, also in the watchdog itself.
         if self.is_alive() and threading.current_thread() is not self:
             self.join(longest_s)
 
     def abandon(self) -> None:
-        """The same for a communicator that nobody has closed, because it was dropped or the process ends. That may be
-        for the loss of a rank, so the thread sees to it first that the log says which: for up to 2.5 s."""
+        """Stop the thread of a communicator that was dropped without ``close``, or whose process ends.
+
+        The cause may be the loss of a peer. The thread therefore takes up to 2.5 s to find and log which peer has
+        exited.
+        """
         self._is_abandoned = True
         self.stop(_LONGEST_STOP_S)
 
     # ---- The thread ---------------------------------------------------------------------------------------------
 
     def run(self) -> None:
+        """Watch until ``stop``. A failure of the watchdog itself ends the communicator too."""
         try:
             self._watch()
         except Exception as error:
@@ -196,7 +215,7 @@ class Watchdog(threading.Thread):
                 "cannot be used any more."
             )
             failure = RankError(CommunicatorError.__name__, fit(text), "has no watchdog", self._number, self._number)
-            with contextlib.suppress(Exception):  # else the others learn of it when they wait for this rank
+            with contextlib.suppress(Exception):  # peers then detect the failure by their timeout
                 self._publish(replace(self._state(), error=failure))
             self._tell(failure)
         finally:
@@ -213,7 +232,7 @@ class Watchdog(threading.Thread):
                 self._note_the_lost(sightings)
                 if time.monotonic() >= self._next_look_at_order:
                     self._next_look_at_order = time.monotonic() + _ORDER_LOOK_S
-                    # Memory of a rank that has closed may be gone.
+                    # The GPU memory of a rank that has closed may be unmapped.
                     if not any(s.is_closed or s.has_exited for s in sightings):
                         self.look_at_order()
                 if self._own_error() is not None or any(s.state and s.state.error for s in sightings):
@@ -223,8 +242,8 @@ class Watchdog(threading.Thread):
                     state = replace(state, error=error)
                     self._publish(state)
                     self._tell(error, sightings)
-            self._publish(state)  # a sign of life, also after an error
-        if self._error is None and self._own_error() is not None:  # since the last look
+            self._publish(state)  # heartbeat, also after an error
+        if self._error is None and self._own_error() is not None:  # an error later than the last poll
             state = self._fail()
         if self._error is None:
             if self._is_abandoned:
@@ -232,13 +251,16 @@ class Watchdog(threading.Thread):
             state = self._state()
         self._publish(replace(state, is_closed=True))
         if self._error is None and self._is_abandoned and self._first_exit is not None:
-            # A wait that lasts is in vain, and would hold up for the time-out whoever frees the memory, the end of the
-            # process for one. So could kernels of other libraries that wait for that rank, without end.
+            # A kernel that waits for the exited peer would delay the free of the memory, or the exit of this process,
+            # until the timeout. Kernels of other libraries could wait for the peer without end.
             self._tell(self._exit_as_error(), self._look(), quietly=not self._fails_on_exit)
 
     def _note_the_lost(self, sightings: Sequence[Sighting], life_s: float | None = None) -> None:
-        """Tells the kernels of a rank whose process has exited. Says once in the log that it has, if it had not closed
-        its communicator; with ``life_s``, also that it has been silent for longer."""
+        """Notify the kernels of peers whose process has exited, and log each lost peer once.
+
+        A peer is lost if it exited without closing its communicator. With ``life_s``, a peer without heartbeat for
+        longer than that many seconds is lost too.
+        """
         for rank, sighting in enumerate(sightings):
             if sighting.has_exited and rank not in self._exited:
                 self._exited.add(rank)
@@ -276,11 +298,14 @@ class Watchdog(threading.Thread):
         return RankError(PeerTimeout.__name__, text, brief, self._number, names.number(index))
 
     def _wait_for_the_silent(self, state: RankState) -> None:
-        """Until every other rank has given a sign of life from now on, or has closed, has exited, or was silent for too
-        long; for a while longer where it can be told whether a silent one exits."""
+        """Wait until every peer has given a new heartbeat, has closed, has exited, or is silent for too long.
+
+        If pidfds exist, wait up to 2.5 s more for the exit of a silent peer.
+        """
         begin = time.monotonic()
         while True:
-            elapsed = time.monotonic() - begin  # before the look: no sign of life gets younger by a pause behind it
+            # read before the poll: a pause after it must not make a heartbeat look newer
+            elapsed = time.monotonic() - begin
             self._publish(state)
             sightings = self._look()
             self._note_the_lost(sightings, LIFE_S)
@@ -291,7 +316,8 @@ class Watchdog(threading.Thread):
             time.sleep(self._look_s / 2)
 
     def _silent_for(self, rank: int, sighting: Sighting) -> float:
-        """Seconds without a sign of life from a peer that owes some: it has given one, and has not closed."""
+        """Return the age in seconds of a peer's heartbeat; 0 for this rank, and for peers that have closed or published
+        nothing."""
         owes_none = rank == self._rank or sighting.state is None or sighting.is_closed
         return 0.0 if owes_none else sighting.age_s
 
@@ -301,13 +327,13 @@ class Watchdog(threading.Thread):
         return RankState(call_in_words(call) if call.number else "", remark=self.remark)
 
     def _seen(self, call: _core.Call) -> tuple[int, float]:
-        """The number of the last launch, and when it was first seen. From any thread."""
+        """Return the number of the last launch, and the time at which it was first seen. Any thread may call this."""
         if call.number > self._last_launch[0]:
             self._last_launch = (call.number, time.monotonic())
         return self._last_launch
 
     def _fail(self) -> RankState:
-        """Finds out what happened, ends the communicator and tells those who asked for it."""
+        """Find the cause of a failure, end the communicator, and notify the callbacks. Return the published state."""
         state, sightings = self._hear()
         error = root_cause(self._this, state.error, sightings)
         if error is None:
@@ -316,8 +342,10 @@ class Watchdog(threading.Thread):
         return state
 
     def _tell(self, error: RankError, sightings: Sequence[Sighting] = (), quietly: bool = False) -> None:
-        """Ends the communicator with the first error that it is given, and what the ranks were doing. If ``quietly``,
-        nobody hears of it."""
+        """End the communicator with ``error`` and the states of all ranks. Only the first error counts.
+
+        If ``quietly``, neither log nor call callbacks.
+        """
         error = replace(error, text=error.text + describe_ranks(sightings, self._names))
         with self._lock:
             if self._error is not None:
@@ -325,7 +353,7 @@ class Watchdog(threading.Thread):
             self._error = error
             callbacks = [callback for reference in self._callbacks if (callback := reference()) is not None]
         self._has_failed.set()
-        self._core.abort()  # where another rank has failed, nothing that waits for it comes to an end
+        self._core.abort()  # after a peer's failure, kernels that wait for it would never end
         if quietly:
             return
         if not callbacks:
@@ -333,11 +361,12 @@ class Watchdog(threading.Thread):
         for callback in callbacks:
             try:
                 callback(as_exception(error))
-            except BaseException:  # SystemExit too: a thread that it ends leaves no word, and no process ends
+            except BaseException:  # also SystemExit: it would end only this thread, without a message
                 logger.exception("a callback of on_error failed (to end the process, use os._exit)")
 
     def _hear(self) -> tuple[RankState, list[Sighting]]:
-        """This rank's state, and the states of all ranks once those that live have an error too, or after a while."""
+        """Collect the states of all ranks. Wait until each living rank has reported an error, at most ``_hear_s``
+        seconds."""
         state = replace(self._state(), operations_ended=operations_ended(self._core))
         deadline = time.monotonic() + self._hear_s
         while True:

@@ -1,4 +1,5 @@
-"""Memory that the ranks of a group share: each allocates its own and maps that of the others. Steps are collective."""
+"""Memory shared by the ranks of a group: each rank allocates its own and maps that of its peers. Steps are
+collective."""
 
 from __future__ import annotations
 
@@ -14,12 +15,14 @@ logger = logging.getLogger("llm_comm")
 
 
 class _Memory(NamedTuple):
-    """What ranks are to share.
+    """Memory to be shared, and the functions that allocate and map it.
 
     Attributes:
-        name, of_peers: In errors.
-        create: Allocates that of this rank and returns its handle; takes whether that is to be of cudaIpc.
-        map_peer: Maps that of a peer: rank, descriptor or -1, handle of cudaIpc or nothing.
+        name: Name of this rank's memory in errors.
+        of_peers: Name of the peers' memory in errors.
+        create: Allocates the memory of this rank and returns (file descriptor, cudaIpc handle). The argument asks for
+            cudaIpc instead of VMM.
+        map_peer: Maps the memory of a peer: rank, file descriptor or -1, cudaIpc handle or b"".
     """
 
     name: str
@@ -29,11 +32,11 @@ class _Memory(NamedTuple):
 
 
 def share_segment(rendezvous: Rendezvous, core: _core.Core, segment: int, nbytes: int, use_ipc: bool) -> None:
-    """Allocates a segment of the symmetric heap on every rank and maps those of the peers.
+    """Allocate a segment of the symmetric heap on every rank, and map the segments of the peers.
 
     Raises:
-        RendezvousError: Memory cannot be allocated, or not be shared. Raised on all ranks alike; what a rank has of the
-            segment is the caller's to close.
+        RendezvousError: Memory cannot be allocated or shared. Raised on all ranks alike. The caller must close the part
+            of the segment that this rank has.
     """
     memory = _Memory(
         f"{nbytes} bytes of symmetric memory",
@@ -45,10 +48,15 @@ def share_segment(rendezvous: Rendezvous, core: _core.Core, segment: int, nbytes
 
 
 def map_workspaces(rendezvous: Rendezvous, core: _core.Core, is_emulated: bool) -> str:
-    """Allocates the workspace of this rank and maps those of its peers. Returns by which kind of memory.
+    """Allocate the workspace of this rank and map those of its peers. Return the kind of memory.
+
+    VMM is tried first. If a rank may not use it, all ranks use cudaIpc.
+
+    Returns:
+        "VMM", "cudaIpc", or "POSIX shared memory" for emulated devices.
 
     Raises:
-        RendezvousError: Memory cannot be allocated, or not be shared. Raised on all ranks alike.
+        RendezvousError: Memory cannot be allocated or shared. Raised on all ranks alike.
     """
     workspace = _Memory("the workspace", "memory", core.create_workspace, core.map_peer)
     if is_emulated:
@@ -59,7 +67,7 @@ def map_workspaces(rendezvous: Rendezvous, core: _core.Core, is_emulated: bool) 
         return "VMM"
     except MissingRankError:
         raise
-    except RendezvousError as error:  # the same on all ranks: all fall back
+    except RendezvousError as error:  # raised on all ranks alike: all fall back
         logger.info("VMM is not permitted here, using cudaIpc: %s", error)
         why_not_vmm = str(error)
     try:
@@ -93,10 +101,11 @@ def _map_by_ipc(rendezvous: Rendezvous, memory: _Memory) -> None:
 
 
 def check_reachable(rendezvous: Rendezvous, core: _core.Core) -> None:
-    """A store from every rank to every other one: links that map but do not carry (a bridge that blocks P2P) exist.
+    """Store to every peer and check that the stores arrive. Some links can be mapped but carry no data, such as a PCIe
+    bridge that blocks P2P.
 
     Raises:
-        RendezvousError: Stores of a rank do not arrive. Raised on all ranks alike.
+        RendezvousError: The stores of a rank do not arrive. Raised on all ranks alike.
     """
     rendezvous.attempt("peer-to-peer write", core.send_marks)
 

@@ -376,8 +376,8 @@ EDGES: tuple[Mutant, ...] = (
     python(
         "an empty message of a failed communicator is served",
         PLAIN_CALLS,
-        "if run is None:  # of one rank, or empty\n            self._handle.check()",
-        "if run is None:  # of one rank, or empty",
+        "if run is None:  # one rank, or an empty message\n            self._handle.check()",
+        "if run is None:  # one rank, or an empty message",
         "tests/emulated/test_mismatch.py -k whichever",
     ),
     python(
@@ -405,8 +405,8 @@ EDGES: tuple[Mutant, ...] = (
     python(
         "a closed communicator plans",
         FUSED_CALLS,
-        '"""What would run for rows like ``x``."""\n        self._handle.check_open()',
-        '"""What would run for rows like ``x``."""',
+        '"""Return the plan of ``run`` for rows like ``x``."""\n        self._handle.check_open()',
+        '"""Return the plan of ``run`` for rows like ``x``."""',
         CLOSED,
     ),
     python(

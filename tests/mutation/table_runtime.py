@@ -175,11 +175,11 @@ RUNTIME: tuple[Mutant, ...] = (
         "self._error = error",
         OF_EXITS,
     ),
-    python("an error leaves the kernels waiting", WATCHDOG, "self._core.abort()  # where", "pass  # where", OF_EXITS),
+    python("an error leaves the kernels waiting", WATCHDOG, "self._core.abort()  # after", "pass  # after", OF_EXITS),
     python(
         "a callback that raises keeps the others from being called",
         WATCHDOG,
-        "except BaseException:  # SystemExit too",
+        "except BaseException:  # also SystemExit",
         "except OSError:  #",
         OF_WATCHDOG + " -k test_callbacks",
     ),

@@ -1,4 +1,4 @@
-"""Norms that cost nothing, for the arm ``free_norm``."""
+"""Norms without cost, for the arm ``free_norm``."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ from typing import Any
 
 
 def install(norm: Any) -> None:
-    """Lets the class of an engine's RMSNorm return x and residual as they are, where it is given a residual to add.
+    """Make an engine's RMSNorm return x and residual unchanged if it is called with a residual.
 
-    Those are the norms behind all-reduces. Others, such as those of queries and keys, stay.
+    Such calls are the norms that follow all-reduces. Other norms, such as those of queries and keys, are unchanged.
     """
     original = norm.forward
 

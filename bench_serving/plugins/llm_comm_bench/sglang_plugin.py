@@ -1,4 +1,4 @@
-"""For SGLang: entry point of the group ``sglang.srt.plugins``, loaded in each of its processes."""
+"""Plugin for SGLang: entry point of the group ``sglang.srt.plugins``, loaded in each of its processes."""
 
 from __future__ import annotations
 
@@ -27,19 +27,19 @@ from llm_comm_bench import (
 logger = logging.getLogger("sglang.llm_comm_bench")
 
 _GROUP = "sglang.srt.distributed.parallel_state.GroupCoordinator"
-#: Groups that do not sum activations.
+#: Groups that do not all-reduce activations.
 _OTHERS = ("world", "pp")
 
 
 def register() -> None:
-    """Hooks what the environment asks for."""
+    """Install the hooks that the environment asks for."""
     HookRegistry.register(f"{_GROUP}.__init__", _tell, HookType.AFTER)
     if FREE:
         HookRegistry.register(f"{_GROUP}.all_reduce", _free, HookType.AROUND)
 
 
 def _tell(result: None, group: Any, /, *args: Any, **kwargs: Any) -> None:
-    """Logs who is in a group, and which custom all-reduce it has: SGLang itself says so at debug level only."""
+    """Log the members of a group and its custom all-reduce, which SGLang itself logs at debug level only."""
     if group.unique_name.split(":")[0] == "tp":
         logger.info(PROCESS_MARK, group.rank_in_group, os.getpid())
         if FREE_NORMS:
@@ -50,7 +50,8 @@ def _tell(result: None, group: Any, /, *args: Any, **kwargs: Any) -> None:
         if group.rank_in_group == 0 and envs.SGLANG_ENABLE_DETERMINISTIC_INFERENCE.get():
             logger.info("%s", DETERMINISTIC_MARK)
     if SCALED_WEIGHTS:
-        # Here, because plugins are loaded too early to import the loader, and groups are made before the model.
+        # Done here because plugins are loaded before the loader can be imported, and groups are created before the
+        # model.
         from sglang.srt.model_loader import loader
 
         loader.initialize_dummy_weights = _fill

@@ -1,4 +1,4 @@
-"""vLLM's communicator without the communication of its all-reduces."""
+"""Device communicator of vLLM without communication in all-reduces."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ logger = logging.getLogger("vllm.llm_comm_bench")
 
 
 class FreeCommunicator(CudaCommunicator):  # type: ignore[misc]
-    """What no engine can beat without changing more than its all-reduce; what it computes is meaningless."""
+    """Lower bound of an engine's time if only all-reduces change. Its results are meaningless."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -24,14 +24,15 @@ class FreeCommunicator(CudaCommunicator):  # type: ignore[misc]
             return
         logger.info("%s (%s)", FREE_MARK, self.unique_name)
         if FREE_NORMS:
-            # Here, because plugins are loaded too early to import the model's layers, and groups are made before them.
+            # Done here because plugins are loaded before the layers can be imported, and groups are created before the
+            # layers.
             from vllm.model_executor.layers.layernorm import RMSNorm
 
             free_norms.install(RMSNorm)
             logger.info("%s", FREE_NORMS_MARK)
         vllm_config = get_current_vllm_config_or_none()
         if vllm_config is not None:
-            # Fused with the norm after it, an all-reduce would not come here.
+            # Otherwise vLLM would fuse all-reduces with their norms, and all_reduce would not be called.
             vllm_config.compilation_config.pass_config.fuse_allreduce_rms = False
 
     def all_reduce(self, input_: torch.Tensor) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""For vLLM: entry point of the group ``vllm.general_plugins``, loaded in each of its processes."""
+"""Plugin for vLLM: entry point of the group ``vllm.general_plugins``, loaded in each of its processes."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from llm_comm_bench import FREE
 
 
 def register() -> None:
-    """Puts in place what the environment asks for. May be called more than once."""
+    """Install what the environment asks for. May be called more than once."""
     if FREE:
         from vllm.platforms import current_platform
 

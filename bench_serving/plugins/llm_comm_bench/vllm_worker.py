@@ -1,4 +1,4 @@
-"""Methods that the harness calls in vLLM's workers; it names the class as ``worker_extension_cls``."""
+"""Methods that the harness calls in vLLM's workers. The harness passes the class as ``worker_extension_cls``."""
 
 from __future__ import annotations
 
@@ -15,20 +15,20 @@ logger = logging.getLogger("vllm.llm_comm_bench")
 
 
 class Extension:
-    """Becomes a base class of vLLM's worker."""
+    """Extension of vLLM's worker, which inherits from it."""
 
     def fill_with_scaled_weights(self: Any) -> None:
-        """Overwrites the dummy weights in place: CUDA graphs and compiled code stay valid."""
+        """Overwrite the dummy weights in place. CUDA graphs and compiled code stay valid."""
         rank = get_tensor_model_parallel_rank()
         weights.fill(self.get_model(), rank, get_tensor_model_parallel_world_size())
         if rank == 0:
             logger.info("%s", WEIGHTS_MARK)
 
     def tell_mode(self) -> None:
-        """Logs whether vLLM is in its batch-invariant mode, of which it says nothing itself."""
+        """Log if vLLM is in batch-invariant mode, which vLLM itself does not log."""
         if envs.VLLM_BATCH_INVARIANT and get_tensor_model_parallel_rank() == 0:
             logger.info("%s", DETERMINISTIC_MARK)
 
     def tell_process(self) -> None:
-        """Logs which process is which rank."""
+        """Log the process id of this rank."""
         logger.info(PROCESS_MARK, get_tensor_model_parallel_rank(), os.getpid())

@@ -1,8 +1,8 @@
 """Random weights of the scale of a trained model.
 
-The engines' own dummy weights lie within 1e-3, norms included, and are the same on all ranks: what a layer adds to the
-residual is below its rounding, all ranks' addends are equal, and no error of an all-reduce could be seen. Here each
-matrix differs from rank to rank, and activations are of order 1 throughout.
+The engines' own dummy weights are within 1e-3, norms included, and equal on all ranks. What a layer adds to the
+residual is then below its rounding, and the operands of all ranks are equal. An error of an all-reduce would be
+invisible. Here each matrix differs between ranks, and activations are of order 1 throughout.
 """
 
 from __future__ import annotations
@@ -13,39 +13,39 @@ import zlib
 
 import torch
 
-# A layer adds this much of the size of an embedding, so that the residual grows slowly over many layers.
+# Contribution of a layer relative to an embedding, so that the residual grows slowly over many layers.
 _BRANCH_SCALE = 0.5
-# Standard deviation of a router's logits. With 8 experts of 128, two or three of them then carry a token and the eighth
-# has 1.5 % of the weight: an expert that enters or leaves the chosen ones by a rounding changes little, as in a trained
-# model. With 1, the eighth has 8 %.
+# Standard deviation of a router's logits. With 8 experts of 128, two or three experts then dominate a token, and the
+# eighth has 1.5 % of the weight. An expert that enters or leaves the selection by rounding thus changes little, as in a
+# trained model. With a value of 1 the eighth would have 8 %.
 _ROUTER_SCALE = 4.0
-# Brings the weighted sum of experts back to the size of one: the root mean square of these weights is 0.67.
+# Restores the magnitude of the weighted sum of experts: the root mean square of these weights is 0.67.
 _EXPERTS_SCALE = 1.5
-# Largest input that a layer of static quantization represents. Normed activations and their products with gates reach
-# 5 to 15; fp8 e4m3 is as precise at order 1 with any such range.
+# Largest input that a statically quantized layer represents. Normed activations and their products with gates reach 5
+# to 15. fp8 e4m3 is equally precise at order 1 for any such range.
 _LARGEST_INPUT = 16.0
 
-# Scales of quantized weights: one for a tensor or for each of the layers in it, or (..._inv) one for each block.
+# Scales of quantized weights: one for a tensor or for each of its layers, or (..._inv) one for each block.
 _WEIGHT_SCALE = re.compile(r"(weight|w13_weight|w2_weight)_scale(_inv)?")
 _INPUT_SCALE = re.compile(r"(w13_|w2_)?input_scale")
 
 
 @torch.no_grad()
 def fill(model: torch.nn.Module, rank: int, world_size: int) -> None:
-    """Fills all parameters of ``model``, the shard of ``rank`` in a tensor-parallel group.
+    """Fill all parameters of ``model``, the shard of ``rank`` in a tensor-parallel group.
 
-    Vectors (norms, biases) are replicated and get the same values on all ranks: scales near 1, biases 0. So do matrices
-    of linear layers that the engine does not split, such as routers of experts. Other matrices are sharded, and get
-    values of their rank. The seed of a parameter depends on its name and the rank, so every start of the engine gets
-    the same values.
+    Vectors (norms, biases) are replicated and get equal values on all ranks: scales near 1, biases 0. The same holds
+    for matrices of linear layers that the engine does not split, such as routers of experts. Other matrices are
+    sharded, and their values depend on the rank. The seed of a parameter depends on its name and the rank, so every
+    start of the engine gets the same values.
 
-    Weights in fp8 e4m3 are quantized values of the same distribution, with the scale that belongs to them in all places
-    of its parameter; static scales of inputs are the same in all layers. Scales of a KV cache are 1.
+    Weights in fp8 e4m3 are quantized values of the same distribution, and all elements of their scale parameter hold
+    the matching scale. Static scales of inputs are equal in all layers. Scales of a KV cache are 1.
 
     Raises:
-        ValueError: A parameter is quantized in a way that is not known here.
+        ValueError: The quantization of a parameter is not supported.
     """
-    filled: set[int] = set()  # embeddings may be those of the logits, too
+    filled: set[int] = set()  # parameter ids; embedding and output head may share one
     for prefix, module in model.named_modules():
         own = dict(module.named_parameters(recurse=False))
         for name, parameter in own.items():
@@ -72,17 +72,18 @@ def fill(model: torch.nn.Module, rank: int, world_size: int) -> None:
 
 
 def _is_replicated(module: torch.nn.Module) -> bool:
-    """Whether ``module`` is a linear layer that each rank computes whole; both engines name the class so."""
+    """Return whether ``module`` is a linear layer that each rank computes as a whole. Both engines use this class
+    name."""
     return any(kind.__name__ == "ReplicatedLinear" for kind in type(module).__mro__)
 
 
 def _bound(name: str, data: torch.Tensor, world_size: int) -> float:
-    """Half the width of a uniform distribution whose variance keeps activations at order 1.
+    """Return half the width of a uniform distribution whose variance keeps activations at order 1.
 
     Args:
-        name: Of the parameter, with those of the modules around it.
-        data: The weight, [..., outputs, inputs]; [inputs, outputs] if the latter are apart in memory, as engines leave
-            weights of fp8 for their kernels.
+        name: Full name of the parameter, with its modules.
+        data: Weight, [..., outputs, inputs]; or [inputs, outputs] with strided inputs, as engines store fp8 weights for
+            their kernels.
         world_size: Number of ranks.
     """
     unit = math.sqrt(3)  # a uniform distribution of variance 1
@@ -91,7 +92,7 @@ def _bound(name: str, data: torch.Tensor, world_size: int) -> float:
     is_transposed = data.dim() == 2 and data.stride(0) == 1 and data.stride(1) != 1
     inputs = data.shape[0] if is_transposed else data.shape[-1]
     scale = 1.0
-    # Row-parallel matrices hold a part of the inputs: their products are summed over the ranks.
+    # Row-parallel matrices have a part of the inputs: their products are summed over the ranks.
     if any(part in name for part in ("o_proj", "down_proj", "w2_weight")):
         inputs *= world_size
         scale = _BRANCH_SCALE * (_EXPERTS_SCALE if "w2_weight" in name else 1.0)
@@ -104,7 +105,7 @@ def _matrix(data: torch.Tensor, bound: float, seed: int, name: str) -> None:
     if torch.finfo(data.dtype).bits >= 16:
         _uniform(data, -bound, bound, seed)
         return
-    # Torch draws no fp8. What the scale multiplies is uniform over the range of the type.
+    # torch cannot draw fp8. The quantized values are uniform over the range of the type.
     largest = _largest(data, name)
     drawn = torch.empty(data.shape, dtype=torch.float32, device=data.device)
     _uniform(drawn, -largest, largest, seed)

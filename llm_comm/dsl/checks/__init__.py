@@ -1,4 +1,4 @@
-"""Whether a program is correct, whatever the order in which ranks, groups and proxies get on."""
+"""Correctness of a program under every order in which ranks, groups and proxies can progress."""
 
 from __future__ import annotations
 
@@ -8,15 +8,15 @@ from llm_comm.dsl.checks.simulation import Simulation, check_waits
 from llm_comm.dsl.checks.trial import trials
 from llm_comm.dsl.ir import Program
 
-#: Calls that follow each other in a trial: the third one uses the workspace of the first.
+#: Consecutive calls in a simulation. The third call uses the workspace half of the first again.
 CALLS = 3
 
 
 def check(program: Program) -> None:
-    """Refuses a program that is not correct in its world: see docs/dsl.md for what is found.
+    """Raise an error for a program that is not correct in its world; docs/dsl.md lists the errors that are found.
 
     Raises:
-        ProgramError: It may hang, race, or give wrong results. The first error that was found; there may be more.
+        ProgramError: The program may hang, race or compute wrong results. Only the first error is reported.
     """
     tried = list(trials(program))
     for trial in tried:

@@ -1,4 +1,4 @@
-"""Accesses of a simulation to memory, and those that no wait orders."""
+"""Memory accesses of a simulation, and checks for accesses that no synchronization orders."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ from llm_comm.dsl.ir import Location
 
 @dataclass(frozen=True, eq=False)
 class Access:
-    """An access to a piece of a chunk.
+    """Access to a piece of a chunk.
 
     Attributes:
-        actor: Whose operation it is; the proxy of a rank and its host are actors too.
-        number: Of the operation.
-        before: What comes before it, beside the actor's own operations.
-        writes: Whether it writes.
-        rank: That does it, or has its proxy do it.
-        call: Of the operation.
-        place: The memory.
-        op: The line of the program; None for the caller, between calls.
-        where: That line.
+        actor: Actor whose operation it is. A group of a rank, a proxy and the host are actors.
+        number: Number of the operation within its actor.
+        before: Vector clock of the operations that happen before it, apart from the actor's own.
+        writes: True for a write.
+        rank: Rank that performs it, or whose proxy does.
+        call: Number of the call.
+        place: Memory accessed.
+        op: Operation of the program; None for an access of the caller between calls.
+        where: Line of the program.
     """
 
     actor: int
@@ -40,6 +40,7 @@ class Access:
     where: Location
 
     def comes_before(self, other: Access) -> bool:
+        """Return whether this access happens before ``other`` by their vector clocks."""
         if self.actor == other.actor:
             return self.number <= other.number
         return other.before[self.actor] >= self.number
@@ -47,7 +48,7 @@ class Access:
 
 @dataclass(frozen=True)
 class PortWork:
-    """A ``port_put``: of the proxy's two actors, one for what it has read, the one for what has come."""
+    """One ``port_put``. The proxy has two actors: one for reads of the source, one for writes at the target."""
 
     where: Location
     rank: int
@@ -60,15 +61,15 @@ class PortWork:
 
 @dataclass
 class Records:
-    """Of a trial.
+    """Record of a simulation.
 
     Attributes:
-        accesses: Of each place of plain memory, in the order in which the trial came to them.
-        packet_puts: Of each place of packets.
-        packet_reads: The same; the n-th one has taken the n-th put.
-        port_work: All of it.
-        begins: Of each call, of each rank: (actor of its host, number) of the begin.
-        ends: Of each call, of each rank: what came before its end.
+        accesses: Accesses to each place of plain memory, in the order of the simulation.
+        packet_puts: Writes to each place for packets.
+        packet_reads: Reads of each place for packets. The n-th read takes the n-th put.
+        port_work: All copies of proxies.
+        begins: For each call and rank: (actor of its host, number) of the call's begin.
+        ends: For each call and rank: clock of the operations that happen before the call's end.
     """
 
     accesses: dict[Place, list[Access]] = field(default_factory=dict)
@@ -80,11 +81,12 @@ class Records:
 
 
 def check_races(trial: Trial, records: Records) -> None:
-    """Refuses two accesses to a piece of a chunk, one of which writes, of which neither is known to be over when the
-    other one begins. Those of one call are told before those of two.
+    """Raise an error for a data race: two unordered accesses to a piece of a chunk, at least one of which writes.
+
+    Races within a call are reported before those between two calls.
 
     Raises:
-        ProgramError: RACE or, of two calls, CALLS: at the line that comes too early.
+        ProgramError: RACE within a call or CALLS between two, at the line that comes too early.
     """
     found = next(_races(records, within_call=True), None) or next(_races(records, within_call=False), None)
     if found is not None:
@@ -92,7 +94,7 @@ def check_races(trial: Trial, records: Records) -> None:
 
 
 def check_packets(trial: Trial, records: Records) -> None:
-    """Refuses packets that may come before those that were there have been read.
+    """Raise an error for packets that may arrive before the previous ones at their place have been read.
 
     Raises:
         ProgramError: RACE or CALLS, at the line that puts too early.
@@ -112,7 +114,7 @@ def check_packets(trial: Trial, records: Records) -> None:
 
 
 def check_port_work(records: Records) -> None:
-    """Refuses what a proxy may still be doing when the call ends.
+    """Raise an error for copies of a proxy that may still run when the call ends.
 
     Raises:
         ProgramError: RACE, at the ``port_put``.
@@ -128,8 +130,9 @@ def check_port_work(records: Records) -> None:
 
 
 def check_calls(trial: Trial, records: Records) -> None:
-    """Refuses a program by which a rank can be two calls ahead of another. The workspace exists twice only, and the
-    next but one call, which may be for another size, uses all of it again.
+    """Raise an error for a program in which one rank can be two calls ahead of another.
+
+    The workspace has two copies. The next but one call, which may have another size, uses the same copy again.
 
     Raises:
         ProgramError: CALLS, at the begin of the program.
@@ -193,7 +196,10 @@ def _error(trial: Trial, records: Records, one: Access, other: Access) -> Progra
 
 
 def _with_caller(host: Access, access: Access) -> ProgramError:
-    """The owner of a tensor uses it before and after each call. ``host``: a begin, or of the call behind, an end."""
+    """Build the error for a race with the caller, which accesses its tensors before and after each call.
+
+    ``host``: the caller's access at the begin of this or of the next call.
+    """
     owner, place = host.place.rank, access.place
     if isinstance(access.op, ir.PortPut) and not access.writes:
         return ProgramError(
@@ -219,7 +225,7 @@ def _with_caller(host: Access, access: Access) -> ProgramError:
 
 
 def _has_data(records: Records, write: Access, read: Access) -> bool:
-    """Whether another write of the call comes before the read: then it is that one's data that is overwritten."""
+    """Return whether another write of the call precedes the read. The race then destroys that write's data."""
     return any(
         other.writes
         and other is not write
@@ -255,14 +261,14 @@ def _announce(write: Access, read: Access) -> str:
 
 
 def _acts(access: Access) -> str:
-    """What is done to a place that has been named."""
+    """Return the verb phrase for an access whose place was named already."""
     if not access.writes:
         return "reads it"
     return "stores there" if isinstance(access.op, ir.Store) else "puts there"
 
 
 def _uses(access: Access) -> str:
-    """The same, before the place is named."""
+    """Return the verb phrase for an access whose place is named after it."""
     if not access.writes:
         return "gets" if isinstance(access.op, ir.Get) else "reads"
     return "stores to" if isinstance(access.op, ir.Store) else "puts to"

@@ -1,4 +1,4 @@
-"""Signals and waits, packets and their readers: as many of the one as of the other, in every call."""
+"""Balance check: in every call, signals match waits in number, and packets match their reads."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from llm_comm.dsl.ir import Location
 
 
 class Semaphore(NamedTuple):
-    """The end at rank ``to`` of a semaphore of two ranks."""
+    """Receiving end, at rank ``to``, of a semaphore between two ranks."""
 
     source: int
     to: int
@@ -30,20 +30,20 @@ Key = TypeVar("Key", bound=Hashable)
 
 @dataclass
 class _Uses(Generic[Key]):
-    """Who gives and who takes what goes by a key: (group, line)."""
+    """Lines that give (signal, put) and lines that take (wait, read) by key: (group, line)."""
 
     gives: dict[Key, list[tuple[int, Location]]] = field(default_factory=lambda: defaultdict(list))
     takes: dict[Key, list[tuple[int, Location]]] = field(default_factory=lambda: defaultdict(list))
 
 
 def check_balance(trial: Trial) -> None:
-    """Refuses what would hang, or be left over for the next call.
+    """Raise an error for signals or packets without a match: they would hang, or remain for the next call.
 
-    What is given is taken by one group, and a semaphore is given to by one: so the n-th wait takes the n-th signal
-    whatever the order in which ranks and groups get on.
+    One group takes what is given, and one group signals a semaphore. The n-th wait therefore takes the n-th signal, in
+    whatever order ranks and groups progress.
 
     Raises:
-        ProgramError: UNMATCHED, at a line that has no match, or at one of a second group.
+        ProgramError: UNMATCHED, at a line without a match or at a line of a second group.
     """
     semaphores: _Uses[Semaphore] = _Uses()
     packets: _Uses[Place] = _Uses()

@@ -1,4 +1,4 @@
-"""What chunks hold: which inputs a value is the sum of, and whether the output is what the operation asks for."""
+"""Contents of chunks: which inputs a value is the sum of, and whether outputs hold what the operation requires."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from llm_comm.dsl.ir import Location, Operation, Program, Space
 
 
 class Leaf(NamedTuple):
-    """A piece of a chunk of a rank's input to a call."""
+    """Piece of a chunk of a rank's input to a call."""
 
     rank: int
     chunk: int
@@ -22,7 +22,7 @@ class Leaf(NamedTuple):
 
 @dataclass(frozen=True)
 class Content:
-    """What a value is: the sum of ``leaves``, added up as ``form`` says. Equal forms are equal to the last bit."""
+    """Content of a value: the sum of ``leaves``, in the order given by ``form``. Equal forms are bitwise equal."""
 
     leaves: tuple[Leaf, ...]
     form: Hashable
@@ -37,9 +37,9 @@ class _Written:
 
 
 class Contents:
-    """Follows data through the memory of all ranks. A content of None is unknown: what it is of has been reported.
+    """Tracker of data through the memory of all ranks. Content None is unknown: its error has been reported already.
 
-    Faults are kept until ``check``: where data races, which is looked for first, they may follow from that.
+    Errors are kept until ``check``, because data races are reported first and may be their cause.
     """
 
     def __init__(self, trial: Trial) -> None:
@@ -49,7 +49,7 @@ class Contents:
         self._first_results: dict[tuple[Place, int], tuple[int, _Written]] = {}
 
     def check(self) -> None:
-        """Raises what is wrong: of the first call, and of the first rank, what comes first.
+        """Raise the first error: of the first call, and within it of the first rank.
 
         Raises:
             ProgramError: UNWRITTEN or CONTENT.
@@ -58,7 +58,7 @@ class Contents:
             raise min(self._faults, key=lambda fault: fault[:2])[2]
 
     def load(self, place: Place, piece: int, call: int, where: Location) -> Content | None:
-        """What a place holds when it is read for ``piece``."""
+        """Return the content of a place that is read for ``piece``."""
         if self._trial.buffers[place.buffer].space is Space.INPUT:
             leaf = Leaf(place.rank, place.chunk, piece, call)
             return Content((leaf,), leaf)
@@ -84,10 +84,11 @@ class Contents:
         return written.content
 
     def store(self, place: Place, piece: int, call: int, content: Content | None, where: Location) -> None:
+        """Record that ``content`` was written to a place for ``piece``."""
         self._memory[place] = _Written(content, piece, call, where)
 
     def add(self, operands: Iterable[tuple[int, Content | None]], rank: int, where: Location) -> Content | None:
-        """The sum that ``rank`` makes of operands by the ranks they are labelled with, in their order."""
+        """Return the sum that ``rank`` computes. Operands are (rank label, content), summed in the order of labels."""
         known = []
         for label, content in sorted(operands, key=lambda operand: operand[0]):
             if content is None:
@@ -102,7 +103,7 @@ class Contents:
         return Content(tuple(sorted(leaves)), form)
 
     def check_output(self, rank: int, call: int) -> None:
-        """Reports what is wrong with the output of a rank at the end of a call."""
+        """Report errors in the output of a rank at the end of a call."""
         program = self._trial.program
         for index, piece, place in self._trial.tensor_places(Space.OUTPUT, rank):
             written = self._memory.get(place)
@@ -123,7 +124,7 @@ class Contents:
                     self._check_alike(place, rank, call, written)
 
     def _check_alike(self, place: Place, rank: int, call: int, written: _Written) -> None:
-        """Reports output of an all-reduce that ranks have added up in different order."""
+        """Report an all-reduce output that two ranks have summed in different orders."""
         first_rank, first = self._first_results.setdefault((place._replace(rank=0), call), (rank, written))
         if first.content and written.content and first.content.form != written.content.form:
             one, other = sorted((first_rank, rank))
@@ -136,12 +137,12 @@ class Contents:
             )
 
     def _report(self, when: tuple[int, int], fault: Fault, message: str, where: Location) -> None:
-        """``when``: the call, and the rank."""
+        """Keep an error. ``when``: call and rank."""
         self._faults.append((*when, ProgramError(fault, message, where)))
 
 
 def expected(program: Program, trial: Trial, rank: int, index: int, piece: int, call: int) -> tuple[Leaf, ...]:
-    """What ``output[index]`` of a rank is to be the sum of."""
+    """Return the inputs whose sum ``output[index]`` of a rank must be."""
     chunks = next(buffer.chunks for buffer in trial.buffers.values() if buffer.space is Space.OUTPUT)
     world = program.world
     share = chunks // world
@@ -159,7 +160,7 @@ def expected(program: Program, trial: Trial, rank: int, index: int, piece: int, 
 
 
 def _wrong_sum(operands: list[tuple[int, Content]], leaves: list[Leaf]) -> str:
-    """What is wrong with a sum of ``operands``, which are labelled; "" for nothing."""
+    """Return what is wrong with a sum of labelled operands, or ""."""
     for label, content in operands:
         ranks = sorted({leaf.rank for leaf in content.leaves})
         if label not in ranks:

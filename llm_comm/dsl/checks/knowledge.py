@@ -1,15 +1,16 @@
-"""What a group of blocks knows to be over, and what it tells others by signals and by packets.
+"""Happens-before knowledge of each group of blocks, and what signals and packets transfer of it to other groups.
 
-A signal is a release and a wait an acquire, with a barrier of the block: all that was before the signal, of the whole
-group, is before all that is behind the wait.
+A signal is a release and a wait an acquire, both with a barrier of the block. All operations of the group before the
+signal therefore happen before all operations after the wait.
 
-Packets are plain stores that are polled by plain loads. Each thread knows of the elements it has read, and no more:
+Packets are plain stores, polled by plain loads. A thread gains knowledge only through the elements it has read:
 
-- The sender had begun its kernel, and had acquired what its waits told it. Its own loads and stores in this call may
-  still be under way, so packets acknowledge nothing.
-- A store behind the poll comes after that (the poll's branch decides whether it is made). A load may come before it.
-- Threads that carry elements of chunks of another size, or of another loop, have not polled, nor have all threads where
-  the last piece of a loop is short. A barrier, which a signal has, tells them.
+- The sender had begun its kernel, and had acquired the knowledge of its waits. Its own loads and stores in this call
+  may still be in flight, so packets acknowledge nothing.
+- A store after the poll happens after the sender's knowledge, because the poll's branch decides whether it is executed.
+  A load may be executed before the poll.
+- Threads that hold elements of chunks of another size, or of another loop, have not polled. Nor have all threads if the
+  last piece of a loop is short. The barrier of a signal transfers the knowledge to them.
 """
 
 from __future__ import annotations
@@ -17,22 +18,22 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-#: Of each actor the number of its last operation that is known to be over.
+#: Vector clock: for each actor, the number of its last operation known to be complete.
 Clock = tuple[int, ...]
 
 
 def join(one: Clock, other: Clock) -> Clock:
-    """What is known by either."""
+    """Return the union of two clocks."""
     return one if one is other else tuple(map(max, one, other))
 
 
 def with_own(clock: Clock, actor: int, number: int) -> Clock:
-    """The clock, and the operations of ``actor`` up to ``number``."""
+    """Return the clock extended by the operations of ``actor`` up to ``number``."""
     return (*clock[:actor], max(clock[actor], number), *clock[actor + 1 :])
 
 
 class Carriers(NamedTuple):
-    """Threads that carry the elements of a piece of a chunk. ``loop``: its number, 0 outside of loops."""
+    """Threads that hold the elements of a piece of a chunk. ``loop``: number of the loop, 0 outside of loops."""
 
     parts: int
     loop: int
@@ -41,7 +42,7 @@ class Carriers(NamedTuple):
 
 @dataclass(frozen=True)
 class Told:
-    """By a signal. ``polled``: known for stores only."""
+    """Knowledge transferred by a signal. ``polled`` applies to stores only."""
 
     seen: Clock
     polled: Clock
@@ -49,14 +50,14 @@ class Told:
 
 @dataclass
 class Knowledge:
-    """Of one actor.
+    """Knowledge of one actor.
 
     Attributes:
-        actor: Its number.
-        number: Of its last operation.
-        seen: What all its operations come after.
-        polled: What all its stores come after, beyond ``seen``.
-        by_carriers: What the stores of some elements come after, beyond both.
+        actor: Number of the actor.
+        number: Number of its last operation.
+        seen: Clock that happens before all its further operations.
+        polled: Clock that happens before all its further stores, beyond ``seen``.
+        by_carriers: Clocks that happen before the stores of some elements, beyond both.
     """
 
     actor: int
@@ -66,12 +67,12 @@ class Knowledge:
     by_carriers: dict[Carriers, Clock] = field(default_factory=dict)
 
     def begin(self, clock: Clock) -> None:
-        """A kernel begins: what came before is over, and seen."""
+        """Begin a kernel: all earlier operations are complete and visible."""
         self.seen = self.polled = clock
         self.by_carriers.clear()
 
     def before_store(self, carriers: Carriers) -> Clock:
-        """What comes before a store; without this actor's own operations, packets tell it."""
+        """Return the clock before a store, without this actor's own operations. Packets transfer this clock."""
         known = join(self.seen, self.polled)
         for of, polled in self.by_carriers.items():
             if of[:2] == carriers[:2] and of.piece <= carriers.piece:
@@ -79,16 +80,17 @@ class Knowledge:
         return known
 
     def before_all(self) -> Clock:
-        """What comes before the end of the kernel."""
+        """Return the clock at the end of the kernel."""
         self._meet()
         return with_own(join(self.seen, self.polled), self.actor, self.number)
 
     def poll(self, told: Clock, carriers: Carriers) -> None:
-        """Packets have come."""
+        """Receive packets with the sender's clock ``told``."""
         self.by_carriers[carriers] = join(told, self.by_carriers.get(carriers, told))
 
     def signal(self) -> Told:
-        """What a signal tells. The barrier before it has all threads know what any of them has polled."""
+        """Return the knowledge that a signal transfers. The barrier before it merges the polled knowledge of all
+        threads."""
         self._meet()
         return Told(
             with_own(self.seen, self.actor, self.number),
@@ -96,7 +98,7 @@ class Knowledge:
         )
 
     def wait(self, told: Told) -> None:
-        """A signal has come."""
+        """Receive a signal."""
         self.seen = join(self.seen, told.seen)
         self.polled = join(self.polled, told.polled)
 

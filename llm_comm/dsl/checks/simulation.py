@@ -1,10 +1,14 @@
-"""Runs a trial for some calls, one after the other, and records who has accessed what, and behind what.
+"""Simulation: runs some consecutive calls of a trial and records all accesses with their vector clocks.
 
-One order of running is as good as all. Operations never take one thing or the other, whichever comes first: the n-th
-wait takes the n-th signal, and only one group signals a semaphore, only one waits for it (``check_balance``). Packets
-are taken by the place they lie in, where a put comes behind the read of the put before it (``check_packets`` refuses
-others). So what waits for what is the same in every run: which operations are reached, what comes before what, and,
-where that orders all accesses to a chunk, what each chunk holds. Only a program that is refused could run otherwise.
+One execution order represents all. No operation chooses between alternatives:
+
+- The n-th wait takes the n-th signal, because one group signals a semaphore and one group waits for it
+  (``check_balance``).
+- Packets are taken from a fixed place, where each put happens after the read of the previous put (``check_packets``
+  raises otherwise).
+
+So dependencies are the same in every run: which operations are reached, what happens before what, and, if all accesses
+to a chunk are ordered, what each chunk holds. Only a program that is rejected could behave differently.
 """
 
 from __future__ import annotations
@@ -20,22 +24,22 @@ from llm_comm.dsl.checks.trial import Act, Place, Trial, at
 from llm_comm.dsl.errors import Fault, ProgramError
 from llm_comm.dsl.ir import Chunk, Space
 
-#: What packets bring: what their sender knew, and the data.
+#: Packets in flight: the sender's clock, and the data.
 _Packets = tuple[Clock, Content | None]
 _MOST_TOLD = 4
 
 
 class Simulation:
-    """A run of a trial.
+    """Run of a trial.
 
     Args:
-        trial: To run.
-        calls: How many, one after the other.
+        trial: Trial to run.
+        calls: Number of consecutive calls.
 
     Attributes:
-        records: What has been done to memory.
-        contents: What memory holds.
-        stuck: After ``run``: (number of the actor, operation) that waits for ever.
+        records: Accesses to memory.
+        contents: Contents of memory.
+        stuck: After ``run``: (actor, operation) of each actor that waits for ever.
     """
 
     def __init__(self, trial: Trial, calls: int) -> None:
@@ -65,7 +69,7 @@ class Simulation:
         self._taken: dict[Place, int] = defaultdict(int)
 
     def run(self) -> None:
-        """Runs until all calls are over, or nobody gets on."""
+        """Run until all calls have ended, or no actor can progress."""
         nothing = self._knowledge[0].seen
         for rank in range(self._world):
             self._begin(rank, 0, nothing)
@@ -86,7 +90,7 @@ class Simulation:
         return range(rank * groups, (rank + 1) * groups)
 
     def _begin(self, rank: int, call: int, clock: Clock) -> None:
-        """The caller uses its tensors, and launches the call ``call``: the last begin is behind all calls."""
+        """Let the caller access its tensors and launch call ``call``. The begin after the last call has no launch."""
         host, number = self._host + rank, call + 1
         for space in (Space.INPUT, Space.OUTPUT):
             for _, _, place in self._trial.tensor_places(space, rank):
@@ -105,7 +109,7 @@ class Simulation:
             self._first_put[actor] = None
 
     def _end_call(self, rank: int) -> bool:
-        """Goes on to the next call when all groups of a rank have ended this one."""
+        """Begin the next call if all groups of a rank have ended this one. Return whether they had."""
         call, actors = self._call[rank], self._actors_of(rank)
         if call == self._calls or any(self._position[actor] < len(self._trial.acts[actor]) for actor in actors):
             return False
@@ -122,7 +126,7 @@ class Simulation:
     # ---- Operations ------------------------------------------------------------------------------------------------
 
     def _advance(self, actor: int) -> bool:
-        """Runs what a group can run. Whether that was anything."""
+        """Run an actor as far as possible. Return whether it progressed."""
         acts, before = self._trial.acts[actor], self._position[actor]
         rank = self._trial.actors[actor][0]
         if self._call[rank] == self._calls:
@@ -132,7 +136,7 @@ class Simulation:
         return self._position[actor] > before
 
     def _run(self, actor: int, rank: int, act: Act) -> bool:
-        """Runs an operation. False: it has to wait."""
+        """Run an operation. Return False if it must wait."""
         op, values = act.op, self._values[actor]
         knowledge = self._knowledge[actor]
         knowledge.number += 1
@@ -215,7 +219,7 @@ class Simulation:
         return True
 
     def _port_put(self, actor: int, act: Act, op: ir.PortPut) -> None:
-        """The proxy's two accesses come behind the request; it reads, and writes, by actors of its own."""
+        """Record a copy of the proxy: a read and a write by two actors of its own, both after the request."""
         rank = self._trial.actors[actor][0]
         peer = op.peer.on(rank, self._world)
         knowledge, call = self._knowledge[actor], self._call[rank]
@@ -244,8 +248,11 @@ class Simulation:
         self._signals[Semaphore(rank, peer, op.semaphore, op.through_port)].append(told)
 
     def _through_port(self, actor: int, peer: int, told: Told) -> Told:
-        """A signal of the proxy comes behind what the proxy has put. Stores of threads to a peer may be slower: it
-        tells of this group's operations up to the first of those only."""
+        """Return the knowledge of a signal through the port, which follows the proxy's copies.
+
+        Stores of threads to a peer may be slower than the proxy. The signal therefore covers this group's operations
+        only up to the first such store.
+        """
         first = self._first_put[actor]
         clocks = [told.seen, told.polled]
         if first is not None:
@@ -265,7 +272,7 @@ class Simulation:
         return True
 
     def _flush(self, actor: int, peer: int) -> None:
-        """The proxy has read its sources; what it puts may still be on its way."""
+        """Record that the proxy has read its sources. Its writes may still be in flight."""
         reads = self._proxies.get((actor, peer))
         if reads is not None:
             knowledge = self._knowledge[actor]
@@ -277,10 +284,10 @@ class Simulation:
 
 
 def check_waits(trial: Trial, simulation: Simulation) -> None:
-    """Refuses a run in which ranks wait for ever. There are as many signals as waits: so some wait for each other.
+    """Raise an error if actors wait for ever. Signals and waits are balanced, so the actors wait for each other.
 
     Raises:
-        ProgramError: DEADLOCK, at a line that waits; it tells what the others wait for.
+        ProgramError: DEADLOCK, at a line that waits; the text says what the others wait for.
     """
     if not simulation.stuck:
         return

@@ -1,4 +1,4 @@
-"""A program made concrete: what each group of each rank does, for a certain number of pieces."""
+"""Trial: the concrete operations of each group of each rank, for one number of pieces."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from llm_comm.dsl import ir
 from llm_comm.dsl.errors import Fault, ProgramError
 from llm_comm.dsl.ir import Buffer, Chunk, Location, Program, Space
 
-#: Workspace buffers exist so many times; calls use them in turn.
+#: Copies of each workspace buffer. Consecutive calls alternate between them.
 COPIES = 2
 
 
 class Place(NamedTuple):
-    """Memory of a rank that holds a piece of a chunk. ``copy``: of the workspace; 0 of a tensor."""
+    """Memory of a rank for a piece of a chunk. ``copy``: copy of the workspace; 0 for tensors."""
 
     rank: int
     buffer: str
@@ -29,11 +29,11 @@ class Place(NamedTuple):
 
 @dataclass(frozen=True)
 class Act:
-    """An operation as one rank runs it once.
+    """One execution of an operation by a rank.
 
     Attributes:
-        op: The operation.
-        pieces: That it treats; outside of a loop, all.
+        op: Operation.
+        pieces: Pieces that it processes; outside of loops, all.
         loop: Number of the loop in its group; 0 outside of loops.
     """
 
@@ -43,11 +43,11 @@ class Act:
 
 
 class Trial:
-    """What is run to check a program.
+    """Concrete execution to check a program with.
 
     Args:
-        program: To be checked.
-        pieces: In how many pieces loops treat each chunk.
+        program: Program to check.
+        pieces: Number of pieces of each chunk in loops.
     """
 
     def __init__(self, program: Program, pieces: int) -> None:
@@ -72,7 +72,7 @@ class Trial:
                         yield Act(op, (turn - op.lag,), loop=number)
 
     def places(self, act: Act, runs: int, owner: int, chunk: Chunk, call: int) -> list[tuple[int, Place]]:
-        """The pieces that ``act``, run by rank ``runs``, uses of a chunk of rank ``owner``, and where they are."""
+        """Return (piece, place) of a chunk of rank ``owner`` for ``act`` as run by rank ``runs``."""
         buffer = chunk.buffer
         index = chunk.number_on(runs, self.program.world)
         if not 0 <= index < buffer.chunks:
@@ -89,7 +89,7 @@ class Trial:
         ]
 
     def tensor_places(self, space: Space, rank: int) -> Iterator[tuple[int, int, Place]]:
-        """(chunk, piece, place) of all of a rank's input or output."""
+        """Yield (chunk, piece, place) for all of a rank's input or output."""
         for buffer in self.program.buffers:
             if buffer.space is space:
                 for index in range(buffer.chunks):
@@ -98,8 +98,11 @@ class Trial:
 
 
 def trials(program: Program) -> Iterator[Trial]:
-    """Those that tell about all numbers of pieces: the loops' turns are used up twice, and lags are longer and shorter
-    than the number of pieces. Where one loop follows another, it finds the turns of the first in every position."""
+    """Yield trials with numbers of pieces that together represent all numbers.
+
+    The turns of loops wrap around twice, and lags are both longer and shorter than the number of pieces. If one loop
+    follows another, the second finds the turns of the first in every position.
+    """
     loops = loops_of(program)
     numbers = {1}
     if loops:
@@ -112,13 +115,15 @@ def trials(program: Program) -> Iterator[Trial]:
 
 
 def loops_of(program: Program) -> list[ir.Loop]:
+    """Return the loops of all groups of a program."""
     return [step for group in program.groups for step in group.steps if isinstance(step, ir.Loop)]
 
 
 def is_workspace(buffer: Buffer) -> bool:
+    """Return whether a buffer is in the workspace, not a tensor of the caller."""
     return not buffer.space.is_tensor
 
 
 def at(where: Location) -> str:
-    """A line as messages name it beside the one they point at."""
+    """Format a line for a message about another line."""
     return f"{where.file}:{where.line}"

@@ -1,1 +1,1 @@
-"""From a program for a world to one kernel for all its ranks and sizes of messages."""
+"""Compiler: from a program for a world to one kernel for all its ranks and message sizes."""

@@ -1,4 +1,4 @@
-"""Properties of a program that its kernel needs: whether it works in place, who sends packets, and who reads them."""
+"""Analysis of a program for its kernel: in-place operation, and senders and readers of packets."""
 
 from __future__ import annotations
 
@@ -8,25 +8,27 @@ from llm_comm.dsl.ir import Absolute, Rank, Relative
 
 
 def works_in_place(program: ir.Program, groups: tuple[GroupRuns, ...]) -> bool:
-    """Whether the output may be the input: every element of it is loaded before anything is stored in its place."""
+    """Return whether output and input may be one tensor: each element is loaded before its place is overwritten."""
     operation = program.operation
     is_parted = operation.has_parted_input or operation.has_parted_output
     return not is_parted and _loads_before_it_stores(program, groups)
 
 
 def works_in_part(program: ir.Program, groups: tuple[GroupRuns, ...]) -> bool:
-    """The same of a program of parts: of an input that is this rank's part of the output, or an output that is this
-    rank's part of the input. A line of the one is a line of the other."""
+    """Return whether, for an operation with shards, input or output may be this rank's shard of the other tensor.
+
+    A line of one tensor is then a line of the other.
+    """
     operation = program.operation
     return operation.has_parted_input != operation.has_parted_output and _loads_before_it_stores(program, groups)
 
 
 def _loads_before_it_stores(program: ir.Program, groups: tuple[GroupRuns, ...]) -> bool:
-    """Whether a line is loaded before anything is stored in its place.
+    """Return whether each line is loaded before its place is overwritten.
 
-    In one run a thread loads a batch of lines before it stores that batch, and no other thread has these lines. So what
-    counts is that no piece comes to a run that loads the input when it has been in another one that stores to the
-    output. Peers, other groups, and proxies keep to no such order.
+    Within a run, a thread loads a batch of lines before it stores that batch, and no other thread has these lines. The
+    remaining condition is between runs: a piece must not reach a run that loads the input after a run that stores to
+    the output. Peers, other groups and proxies keep no such order.
     """
     if len(groups) > 1 or uses_ports(groups):
         return False
@@ -34,8 +36,8 @@ def _loads_before_it_stores(program: ir.Program, groups: tuple[GroupRuns, ...]) 
     if any(buffer.is_symmetric for buffer in tensors):
         return False
     if len({buffer.parts for buffer in tensors}) > 1:
-        return False  # a line of one is no line of the other
-    # When a piece of a chunk gets to a run: the number of the step, turns that it is behind, number of the run.
+        return False  # lines of the tensors do not coincide
+    # Time at which a piece reaches a run: number of the step, lag in turns, number of the run.
     loads, stores = [], []
     for number, step in enumerate(groups[0].steps):
         for i, run in enumerate(getattr(step, "runs", (step,))):
@@ -54,9 +56,9 @@ def _stores(run: DataRun) -> bool:
 
 
 def sender_of(program: ir.Program, read: ir.ReadPackets) -> Rank:
-    """Whom an error names when packets do not come: the rank whose packets go to that chunk.
+    """Return the rank to name in an error if packets do not arrive: the sender to that chunk.
 
-    Where it is another one on each rank, and no rule of the IR's ranks says which, it is the rank behind this one.
+    If the sender differs by rank and is neither one Relative nor one Absolute rank, return rank + 1.
     """
     world = program.world
     senders: dict[int, int] = {}
@@ -76,7 +78,7 @@ def sender_of(program: ir.Program, read: ir.ReadPackets) -> Rank:
 
 
 def readers_of(program: ir.Program, read: ir.ReadPackets) -> int:
-    """How many operations read packets of that chunk, on the rank where they are most."""
+    """Return how many operations read packets of that chunk, on the rank with the most."""
     world = program.world
     reads = [op for op in program.ops() if isinstance(op, ir.ReadPackets)]
     return max(

@@ -1,8 +1,8 @@
-"""Compilation of kernels, and compiled kernels on disk, shared by all processes of a user.
+"""Compilation of kernels, with a cache on disk that all processes of a user share.
 
-A file's name is a hash of all that it was made of: source, headers, compiler, options, and for emulated GPUs the
-emulator's library. So nothing in the cache is ever out of date, and it can be deleted at any time. A
-damaged file is compiled again, and code that another user could have put there is refused (``code_files``).
+A file name contains a hash of everything that determines the file: source, headers, compiler, options, and for emulated
+GPUs the emulator's library. Entries therefore never become stale, and the cache can be deleted at any time. A damaged
+file is compiled again. Code that another user could have written is rejected (``code_files``).
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ from llm_comm.installation import digest_of_headers, get_library_dir, get_nvrtc_
 
 logger = logging.getLogger("llm_comm")
 
-#: Longest wait in seconds for another process that compiles the same kernel: it may have been stopped.
+#: Longest wait in seconds for another process that compiles the same kernel. That process may have been stopped.
 _PATIENCE_S = 20.0
-#: Directories of libraries that could not be kept.
+#: Temporary directories of libraries that could not be cached.
 _private: list[tempfile.TemporaryDirectory[str]] = []
 
 
 def cache_directory() -> Path:
-    """Where compiled kernels are kept: ``LLM_COMM_CACHE_DIR``, else ``llm_comm`` in ``XDG_CACHE_HOME`` or
+    """Return the directory of compiled kernels: ``LLM_COMM_CACHE_DIR``, or ``llm_comm`` in ``XDG_CACHE_HOME`` or
     ``~/.cache``."""
     chosen = os.environ.get("LLM_COMM_CACHE_DIR")
     if chosen:
@@ -45,14 +45,14 @@ def cache_directory() -> Path:
 
 
 def cached_library(code: str, name: str, driver: emulated.Driver = emulated.PROCESSES) -> Path:
-    """The shared library of an emulated kernel: compiled now, or by an earlier call of any process.
+    """Return the shared library of an emulated kernel, from the cache or newly compiled.
 
-    Of processes that ask for one kernel at the same time one compiles, and the others wait for it. Where the directory
-    cannot be written, the library lies in a temporary one until this process ends.
+    If several processes ask for one kernel at the same time, one compiles and the others wait. If the cache cannot be
+    written, the library is in a temporary directory until this process ends.
 
     Raises:
-        RuntimeError: There is no compiler, or it does not take the source.
-        ConfigError: Another user could have put code into the directory of the cache.
+        RuntimeError: There is no compiler, or it rejects the source.
+        ConfigError: Another user could have put code into the cache directory.
         OSError: No temporary file can be written either.
     """
     of_driver = (driver.macro, *driver.defines, _installed(driver.archive))
@@ -69,21 +69,22 @@ def cached_library(code: str, name: str, driver: emulated.Driver = emulated.PROC
 
 
 def cached_file(name: str, suffix: str, parts: Sequence[str], make: Callable[[], bytes]) -> bytes:
-    """What a compiler has made of all that ``parts`` tell, now or in an earlier call of any process.
+    """Return the content of a compiled file, from the cache or by ``make``.
 
     Args:
-        name, suffix: Of the file, beside the hash of the parts.
-        parts: What the content depends on.
+        name: File name, without the hash.
+        suffix: Suffix of the file name.
+        parts: Everything that the content depends on.
         make: Compiles.
 
     Raises:
-        ConfigError: As of ``cached_library``.
+        ConfigError: See ``cached_library``.
     """
     return _cached(name, suffix, parts, make)[0]
 
 
 def _cached(name: str, suffix: str, parts: Sequence[str], make: Callable[[], bytes]) -> tuple[bytes, Path | None]:
-    """Return the content and its file; the file is None where the directory of the cache cannot be written."""
+    """Return content and file. The file is None if the cache directory cannot be written."""
     key, file = _key(parts), _path(name, suffix, parts)
     try:
         code_files.prepare(file.parent)
@@ -108,7 +109,7 @@ def _cached(name: str, suffix: str, parts: Sequence[str], make: Callable[[], byt
 
 @contextmanager
 def _one_at_a_time(file: Path) -> Iterator[None]:
-    """Lock a file of the cache where that is possible. Two processes without the lock only do the same work twice."""
+    """Hold the lock of a cache file if possible. Without the lock two processes only duplicate work."""
     with ExitStack() as stack:
         with suppress(OSError):
             stack.enter_context(locked(file.with_suffix(".lock"), _PATIENCE_S))
@@ -116,7 +117,7 @@ def _one_at_a_time(file: Path) -> Iterator[None]:
 
 
 def _work_directory() -> tempfile.TemporaryDirectory[str]:
-    """Make a directory to compile in: in the system's directory of temporary files, else in the cache."""
+    """Create a directory to compile in: in the system's temporary directory, or else in the cache."""
     try:
         return tempfile.TemporaryDirectory(prefix="llm_comm_kernel_")
     except OSError:
@@ -124,7 +125,7 @@ def _work_directory() -> tempfile.TemporaryDirectory[str]:
 
 
 def _private_file(name: str, content: bytes) -> Path:
-    """Write a library that lasts as long as this process."""
+    """Write a library to a temporary directory that is deleted when this process ends."""
     directory = tempfile.TemporaryDirectory(prefix="llm_comm_kernel_")
     _private.append(directory)
     file = Path(directory.name, f"{name}.so")
@@ -155,7 +156,7 @@ def _key(parts: Sequence[str]) -> str:
 
 @functools.cache
 def _installed(archive: str) -> str:
-    """Of all headers, and of the library that kernels are linked with."""
+    """Return a digest of all headers and of the library that kernels are linked with."""
     digest = hashlib.sha256(digest_of_headers().encode())
     digest.update(Path(get_library_dir(), archive).read_bytes())
     return digest.hexdigest()
@@ -166,22 +167,22 @@ def _version(*compiler: str) -> str:
     try:
         done = subprocess.run([*compiler, "--version"], capture_output=True, text=True, timeout=60, check=False)
     except (OSError, subprocess.TimeoutExpired):
-        return f"{compiler}: none"  # compiling will say so
+        return f"{compiler}: none"  # the compilation reports the missing compiler
     return f"{compiler}: {done.stdout}"
 
 
 def compile_image(code: str, name: str, device: torch.device) -> bytes:
-    """What ``Core.load_program`` takes, compiled now or by an earlier call of any process.
+    """Return the compiled kernel in the form that ``Core.load_program`` takes, from the cache or newly compiled.
 
     Args:
         code: C++ source.
-        name: Of the kernel.
-        device: A GPU, for which NVRTC compiles, by cupy; the CPU stands for an emulated one, for which g++ does.
+        name: Name of the kernel.
+        device: A GPU: NVRTC compiles, through cupy. The CPU stands for an emulated GPU: the C++ compiler compiles.
 
     Raises:
         ModuleNotFoundError: cupy is not installed.
-        RuntimeError: The compiler does not take the source.
-        ConfigError: Another user could have put code into the directory of the cache.
+        RuntimeError: The compiler rejects the source.
+        ConfigError: Another user could have put code into the cache directory.
         OSError: An emulated kernel cannot be written to any file.
     """
     if device.type == "cpu":
@@ -206,7 +207,7 @@ def _cubin(nvrtc: Any, code: str, name: str, options: tuple[str, ...]) -> bytes:
 
 @functools.cache
 def _nvrtc() -> Any:
-    """cupy's binding of NVRTC."""
+    """Return cupy's binding of NVRTC."""
     try:
         return importlib.import_module("cupy").cuda.nvrtc
     except ModuleNotFoundError as error:
@@ -220,6 +221,6 @@ def _nvrtc() -> Any:
 
 
 def cupy_package() -> str:
-    """The package of cupy for the CUDA that this torch is built for."""
+    """Return the name of cupy's package for the CUDA version of this torch."""
     major = (torch.version.cuda or "12").partition(".")[0]
     return f"cupy-cuda{major}x"

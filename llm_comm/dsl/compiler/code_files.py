@@ -1,8 +1,7 @@
-"""Compiled code in files that all processes of a user share. Files that are damaged are not used, and files of other
-users are refused.
+"""Files of compiled code that all processes of a user share. Damaged files are ignored, files of other users rejected.
 
-A file is written under a temporary name and renamed. It ends in a seal: the length and the digest of its content. So a
-reader notices a file that a full disk, a power failure or an interrupted copy has cut short.
+A file is written under a temporary name and renamed. It ends in a seal: a mark, the length and a digest of its content.
+A reader thereby detects files truncated by a full disk, a power failure or an interrupted copy.
 """
 
 from __future__ import annotations
@@ -18,22 +17,22 @@ from pathlib import Path
 
 from llm_comm.errors import ConfigError
 
-#: Mark, length and digest. The loader of shared libraries ignores bytes behind the sections.
+#: Mark, length and digest. The loader of shared libraries ignores bytes after the sections.
 _SEAL = struct.Struct("<16sQ32s")
 _MARK = b"llm_comm code 01"
 _OTHERS_WRITE = stat.S_IWGRP | stat.S_IWOTH
 
 
 def prepare(directory: Path) -> None:
-    """Make a directory for compiled code, and its missing parents, with mode 700.
+    """Create a directory for compiled code, and its missing parents, with mode 700.
 
-    Where other users may write to an existing directory of this user, its mode is tightened. ``read`` checks the owner
-    of each file in it.
+    If other users may write to an existing directory of this user, that permission is removed. The owner of each file
+    is checked by ``read``.
 
     Raises:
         ConfigError: Another user could replace files of the directory: it or a parent belongs to another user, or is
-            writable for everybody and not sticky.
-        OSError: The directory cannot be made.
+            writable for everybody without the sticky bit.
+        OSError: The directory cannot be created.
     """
     for missing in reversed([path for path in (directory, *directory.parents) if not path.exists()]):
         with contextlib.suppress(FileExistsError):
@@ -44,7 +43,7 @@ def prepare(directory: Path) -> None:
         real.chmod(stat.S_IMODE(status.st_mode) & ~_OTHERS_WRITE)
     for path in (real, *real.parents):
         status = path.stat()
-        # A parent may be writable for a group: its owner trusts the members (umask 002 is common).
+        # Parents may be group-writable: their owner trusts the group (umask 002 is common).
         lax = _OTHERS_WRITE if path == real else stat.S_IWOTH
         if not _is_own(status) and (path == real or status.st_uid != _unmapped_user()):
             raise _unsafe(directory, f"{path} belongs to user {status.st_uid}")
@@ -53,13 +52,13 @@ def prepare(directory: Path) -> None:
 
 
 def read(path: Path, key: str) -> bytes | None:
-    """Return the content of a file that ``write`` wrote with the same key; None where it is missing or damaged.
+    """Return the content of a file that ``write`` wrote with this key. Return None if it is missing or damaged.
 
     Raises:
         ConfigError: The file belongs to another user.
     """
     try:
-        # Opening a pipe would block.
+        # O_NONBLOCK: opening a pipe would block.
         descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
     except OSError:
         return None
@@ -67,7 +66,7 @@ def read(path: Path, key: str) -> bytes | None:
         status = os.fstat(descriptor)
         if not _is_own(status):
             raise _unsafe(path.parent, f"{path.name} in it belongs to user {status.st_uid}")
-        # Other users may have changed a file that they can write: the caller makes a new one.
+        # Other users may have changed a file that they can write. The caller writes a new one.
         if not stat.S_ISREG(status.st_mode) or status.st_mode & _OTHERS_WRITE:
             return None
         with open(descriptor, "rb", closefd=False) as file:
@@ -81,16 +80,16 @@ def read(path: Path, key: str) -> bytes | None:
 
 
 def write(path: Path, key: str, content: bytes) -> None:
-    """Write a file. Readers see the previous file or the whole new one.
+    """Write a file atomically. Readers see the old or the complete new file.
 
     Raises:
-        OSError: The file cannot be written; the previous one is still there.
+        OSError: The file cannot be written. The old file is unchanged.
     """
     descriptor, beside = tempfile.mkstemp(prefix=f".{path.name[:60]}.", dir=path.parent)
     try:
         with open(descriptor, "wb") as file:
             file.write(content + _seal(content, key))
-            os.fchmod(file.fileno(), 0o644)  # readable for whom the directory is opened to
+            os.fchmod(file.fileno(), 0o644)  # readable for users to whom the owner opens the directory
         os.replace(beside, path)
     except BaseException:
         with contextlib.suppress(OSError):
@@ -109,8 +108,10 @@ def _is_own(status: os.stat_result) -> bool:
 
 @functools.cache
 def _unmapped_user() -> int | None:
-    """User id that stands for root of the host in a user namespace without that root (Apptainer): the usual owner of
-    "/home" there."""
+    """Return the user id that represents the host's root in a user namespace without it (Apptainer), or None.
+
+    Such a namespace typically shows this id as the owner of "/home".
+    """
     try:
         mapped = Path("/proc/self/uid_map").read_text(encoding="ascii").split()
         overflow = int(Path("/proc/sys/kernel/overflowuid").read_text(encoding="ascii"))

@@ -1,4 +1,4 @@
-"""The part of a kernel that moves and sums lines: what a thread does with a batch of them."""
+"""Generator of the code that moves and sums lines: the work of a thread on a batch of lines."""
 
 from __future__ import annotations
 
@@ -16,25 +16,25 @@ from llm_comm.dsl.ir import Rank, Relative
 
 #: kAbsolute of prelude.cuh.
 _ABSOLUTE = 8
-#: Counts a block, all threads of which have begun the call.
+#: Arrival of a block: counted after all its threads have begun the call.
 ARRIVE = ("block_sync();  // all threads know the number of the call", "if (thread_index() == 0) call.arrive();")
-#: A thread that may not begin leaves behind the block's barrier. Were there a way out before, ptxas would load the
-#: first lines after it, when the number of the call has come: one load behind the other, each as far away.
+#: A thread that must not begin exits after the block's barrier, not before. An earlier exit makes ptxas move the first
+#: loads after it, one after the other, where each waits for the number of the call.
 BEGIN = "const bool begun = call.begin();"
 LEAVE = "if (!begun) return;"
 
 
 class DataRunWriter:
-    """Writes runs of chunks of one size.
+    """Generator for runs over chunks of one size.
 
     Args:
-        out: Where to.
-        program: What they are of.
-        layout: Of the workspace.
-        element: Of the message.
-        parts: Of the chunks.
-        batch: Lines that a thread carries together through a loop; else 1.
-        give_up: What ends the thread whose wait ended without what it waited for.
+        out: Destination of the source text.
+        program: Program of the runs.
+        layout: Layout of the workspace.
+        element: Element type of the message.
+        parts: Chunk size, as 1/parts of the message.
+        batch: Lines that a thread processes together in a loop; else 1.
+        give_up: Statement for a thread whose wait ended without data.
     """
 
     def __init__(
@@ -51,7 +51,7 @@ class DataRunWriter:
         self._is_moved = not program.operation.adds_up
         self._places: dict[ir.Chunk, str] = {}
         self._tensors: dict[tuple[ir.Space, Rank], str] = {}
-        # Of one line, prepared: what a store takes, and addresses in half 0 of the workspaces.
+        # Prepared for a thread with one line: arguments of stores, and addresses in half 0 of the workspaces.
         self._stores: dict[ir.Chunk, str] = {}
         self._lines_of_half_0: dict[tuple[ir.Chunk, Rank | None], str] = {}
         self._in_loop = False
@@ -60,7 +60,8 @@ class DataRunWriter:
     # ---- Runs ----------------------------------------------------------------------------------------------------
 
     def straight(self, run: DataRun, begins: bool) -> None:
-        """All lines of the chunks. ``begins``: the call has to begin, when the first loads are on their way."""
+        """Generate a run over all lines of the chunks. ``begins``: also begin the call, after issuing the first
+        loads."""
         with self._out.block("" if run.only is None else f"if ({runs_on(run.only)})"):
             self._straight(run, begins)
 
@@ -76,7 +77,7 @@ class DataRunWriter:
     def _one_line(self, plan: Schedule, begins: bool) -> None:
         out = self._out
         out.add(f"const uint32_t k0 = first{self._parts};", f"const bool in0 = k0 < end{self._parts};")
-        values: dict[str, list[int]] = {}  # by what is loaded: those of one line are one
+        values: dict[str, list[int]] = {}  # by load expression: equal loads of one line are issued once
         for op in plan.first:
             what = ", ".join((*self._tensor(op.source, None, "k0"), " && ".join(["in0", *self._only(op)])))
             values.setdefault(what, []).append(op.result.number)
@@ -99,7 +100,7 @@ class DataRunWriter:
             out.add(f"const Line v{first}_0 = {loads[first]}.end();")
             out.add(*(f"const Line v{other}_0 = v{first}_0;" for other in others))
         self._declare_all(plan.steps)
-        # What is sent goes first, and the block meets while the answer is on its way.
+        # Sends go first: the block synchronizes while the answers are in flight.
         sends = list(itertools.takewhile(lambda step: isinstance(step, ir.PutPackets), plan.steps)) if begins else []
         if sends:
             with out.block("if (begun && in0)"):
@@ -110,13 +111,13 @@ class DataRunWriter:
             self._steps(plan.steps[len(sends) :], set())
 
     def _lines(self, plan: Schedule, begins: bool) -> None:
-        """A loop over lines, in which a stage of a line follows the stage before of the next one."""
+        """Generate a loop over lines as a pipeline: each stage processes the line after the one of the next stage."""
         out, stages = self._out, stages_of(plan)
         lines = f"end{self._parts}"
         out.add(f"uint32_t k = first{self._parts};")
         if begins:
             out.add("call.wait_for_grids_before(k);")
-        # A later stage loads what it takes for itself.
+        # A later stage loads its inputs itself.
         taken = {value for op in ops_of(stages[0].steps) for value in values_read(op)}
         first = [op for op in plan.first if op.result in taken]
         for op in first:
@@ -144,7 +145,7 @@ class DataRunWriter:
                         out.add("load(k + stride);")
 
     def _inputs(self, ops: Iterable[ir.Load], carried: set[ir.Value]) -> None:
-        """Loads lines of the input, where they are there."""
+        """Load lines of the input, guarded by their bounds."""
         for op in ops:
             if op.result not in carried:
                 self._declare(op.result)
@@ -156,7 +157,7 @@ class DataRunWriter:
         self._out.add(*(f"Line v{value.number}_{j}{{}};" for j in range(self._batch)))
 
     def piece(self, run: DataRun, carried: set[ir.Value]) -> None:
-        """Piece ``u`` of the chunks. ``carried``: values that are declared already."""
+        """Generate piece ``u`` of the chunks. ``carried``: values declared outside of the run."""
         out, plan = self._out, schedule(run.ops)
         self._start(run, in_loop=True)
         for j in range(self._batch):
@@ -219,7 +220,7 @@ class DataRunWriter:
         return f"send_line({line}, {value});"
 
     def _receive(self, step: Receive) -> list[ir.ReadPackets]:
-        """Returns those that are to be armed at the end of the batch."""
+        """Generate a wait for packets. Return the reads whose places are reset at the end of the batch."""
         out = self._out
         places = [(op, j) for op in step.ops for j in range(self._batch)]
         with self._out.block(""):
@@ -235,13 +236,13 @@ class DataRunWriter:
             if self._is_moved:
                 out.add(f"if (!call.receive_masks{arguments}(masks, line)) {self._give_up}")
             out.add(*(f"v{op.result.number}_{j} = line[{i}];" for i, (op, j) in enumerate(places)))
-        # Off the way of what comes next, where nobody uses the place before the next call but one.
+        # Resetting at the end keeps it off the critical path, if nothing uses the place before the next call but one.
         at_once = [op for op in step.ops if self._in_loop or readers_of(self._program, op) > 1]
         self._arm(at_once)
         return [op for op in step.ops if op not in at_once]
 
     def _senders(self, step: Receive) -> int:
-        """As prelude.cuh has them."""
+        """Return the senders packed as in prelude.cuh: four bits each."""
         packed = 0
         for i, op in enumerate(step.ops):
             sender = sender_of(self._program, op)
@@ -254,7 +255,8 @@ class DataRunWriter:
                 self._guarded(self._there(j, op), f"re_arm_line({self._line(op.source, None, j)});")
 
     def _sum(self, op: ir.Sum) -> None:
-        """In rank order, which is another one for each rank: so there is code for each, and none moves registers."""
+        """Generate a sum in rank order. The order of the registers depends on the rank, so each order has its own code:
+        no code then has to move registers."""
         if self._element.number is None:
             raise CompileError(op.where, f"elements of {self._element.dtype} are moved, never summed")
         world = self._program.world
@@ -263,7 +265,7 @@ class DataRunWriter:
             if op.only is not None and rank not in op.only:
                 continue
             by_rank = [value for _, value in sorted(op.operands, key=lambda operand: operand[0].on(rank, world))]
-            # a + b is b + a, bit for bit: two ranks need no code of their own.
+            # a + b equals b + a bitwise, so ranks that differ in the first two operands share code.
             in_order = (*sorted(by_rank[:2], key=lambda value: value.number), *by_rank[2:])
             orders.setdefault(in_order, []).append(rank)
         if len(orders) == 1:
@@ -288,7 +290,7 @@ class DataRunWriter:
     # ---- Places --------------------------------------------------------------------------------------------------
 
     def _used(self, steps: Iterable[Step]) -> list[tuple[ir.Chunk, Rank | None]]:
-        """The chunks that steps access, each with the peer whose it is."""
+        """Return the chunks that steps access, with the peer that owns each."""
         used: list[tuple[ir.Chunk, Rank | None]] = []
         for op in ops_of(steps):
             chunk = chunk_of(op)
@@ -297,9 +299,9 @@ class DataRunWriter:
         return used
 
     def _prepare_lines(self, steps: Iterable[Step]) -> None:
-        """Of a thread with one line: the addresses that it will use in the workspaces, but for the half.
+        """Generate the workspace addresses for a thread with one line, relative to half 0.
 
-        Which half it is, the number of the call tells.
+        The half in use depends on the number of the call, which is known later.
         """
         for chunk, peer in self._used(steps):
             if chunk.buffer.space.is_tensor or (chunk, peer) in self._lines_of_half_0:
@@ -311,7 +313,7 @@ class DataRunWriter:
             self._lines_of_half_0[chunk, peer] = name
 
     def _declare_all(self, steps: Iterable[Step]) -> None:
-        """Gives the places that the steps use names in the source."""
+        """Generate variables for all places that the steps use."""
         used = self._used(steps)
         layout = self._layout
         if any(not chunk.buffer.space.is_tensor for chunk, _ in used):
@@ -326,7 +328,8 @@ class DataRunWriter:
                 self._out.add(f"const Tensor<Storage> {name}({where}, part_bytes);  {remark}")
 
     def _declare_place(self, chunk: ir.Chunk, half: bool) -> None:
-        """The same in the workspaces of all ranks. ``half``: in the half of this call; else from where one begins."""
+        """Generate the offset of a chunk in the workspace. ``half``: include the half of this call; else relative to a
+        half."""
         if chunk in self._places:
             return
         buffer = chunk.buffer
@@ -345,7 +348,7 @@ class DataRunWriter:
             self._out.add(f"const uint32_t m{name} = {masks};")
 
     def _line(self, chunk: ir.Chunk, peer: Rank | None, j: int) -> str:
-        """Address of line ``j`` of a batch, of a chunk in the workspace."""
+        """Return the address of line ``j`` of a batch in a chunk of the workspace."""
         if (chunk, peer) in self._lines_of_half_0:
             return f"in_half({self._lines_of_half_0[chunk, peer]}, half)"
         return f"line_at({self._workspace(peer)}, {self._places[chunk]} + {self._index(j)} * {LINE_BYTES}u)"
@@ -363,7 +366,7 @@ class DataRunWriter:
         return f"{tensor}.load({part}, {line})"
 
     def _tensor(self, chunk: ir.Chunk, peer: Rank | None, k: str) -> tuple[str, str, str]:
-        """The tensor, the part and the line of the part that line ``k`` of a chunk is."""
+        """Return the tensor, the shard, and the line within the shard of line ``k`` of a chunk."""
         space = chunk.buffer.space
         name = f"{space.value}_lines" if peer is None else self._tensors[space, peer]
         index = number_of(chunk.index)
@@ -374,7 +377,7 @@ class DataRunWriter:
         return name, f"{index} / {self._pieces}u", f"{index} % {self._pieces}u * lines{self._parts} + {k}"
 
     def _index(self, j: int) -> str:
-        """Of a line of a chunk of the workspace."""
+        """Return the index of line ``j`` in a chunk of the workspace."""
         return f"i{j}" if self._in_loop else f"k{j}"
 
     # ---- Text ----------------------------------------------------------------------------------------------------
@@ -385,7 +388,7 @@ class DataRunWriter:
         return [runs_on(op.only)]
 
     def _there(self, j: int, op: ir.Op) -> list[str]:
-        """When this rank runs an operation on line ``j`` of a batch."""
+        """Return the conditions under which this rank runs an operation on line ``j`` of a batch."""
         return ([f"in{j}"] if j or self._in_loop else []) + self._only(op)
 
     def _guarded(self, conditions: list[str], statement: str) -> None:

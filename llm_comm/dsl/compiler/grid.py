@@ -1,6 +1,6 @@
-"""Blocks and threads of a call, and the choices of them that a row of a tuning table may name.
+"""Launch config of a program's call, and the launch parameters that a tuning table's row may name.
 
-Both follow from the size of the message alone, so they are the same on all ranks.
+Both depend on the message size only, so they are equal on all ranks.
 """
 
 from __future__ import annotations
@@ -18,36 +18,38 @@ from llm_comm.dsl.compiler.source import MAX_THREADS
 from llm_comm.planning.programs import OWN_CHOICE, LaunchChoice
 
 WARP = 32
-#: Of a launch, as for algorithms of the core.
+#: Maximum blocks of a launch, as for algorithms of the core.
 MAX_BLOCKS = 65535
-#: Of blocks whose lines are on their way one by one (docs/experiments/dsl.md): how many there are for each
-#: multiprocessor, at most; and their threads, for chunks of so many lines and for larger ones.
+#: Programs whose blocks neither signal nor wait (docs/experiments/dsl.md). First: maximum blocks for each SM. Then:
+#: threads of a block by the chunk size in lines (up to the first number, the second), and threads for larger chunks.
 _BLOCKS_OF_SM = 8
 _THREADS_UP_TO = ((2048, 64), (32768, 128))
 _THREADS = 256
-#: Of blocks that meet, while there are multiprocessors without one.
+#: Threads of a block in programs whose blocks signal and wait, while SMs are idle.
 _FEW_THREADS = 64
-#: Up to so many lines of a chunk for each thread a multiprocessor has one block that meets, and no second one.
+#: Lines of a chunk for each thread up to which an SM gets one block that signals and waits, instead of two.
 _LINES_OF_ONE_BLOCK = 2
-#: Where fibers of one thread stand for those of a GPU.
+#: Grid on emulated GPUs, where fibers of one thread execute the threads.
 _EMULATED_BLOCKS, _EMULATED_THREADS = 4, 16
 _MIN_THREADS = 8
-#: Of programs whose blocks have proxies copy their shares, one by one: large copies are what copy engines are good at.
+#: Instances of programs with port channels. Proxies copy each block's share separately, and copy engines are efficient
+#: with large copies only.
 _PORT_INSTANCES = 4
-#: How often blocks and threads of the largest grid are halved.
+#: Number of times that candidates halve the largest grid.
 _HALVINGS = 3
 
 
 @dataclass(frozen=True)
 class Limits:
-    """Of the grid of a program.
+    """Limits of a program's grid.
 
     Attributes:
-        instances: Blocks of each group, at most.
-        few_instances: The same where there is little to do.
-        threads: Of a block, at most.
-        few_threads: Of a block where there is little to do.
-        meets: Blocks signal and wait, so each takes as large a share as it can; else there are rather many of them.
+        instances: Maximum blocks of each group.
+        few_instances: Maximum blocks of each group for small messages.
+        threads: Maximum threads of a block.
+        few_threads: Threads of a block for small messages.
+        meets: Blocks signal and wait. Each block then gets as large a share as possible; otherwise many blocks are
+            better.
     """
 
     instances: int
@@ -57,7 +59,7 @@ class Limits:
     meets: bool
 
     def of_call(self, lines: int) -> tuple[int, int]:
-        """Blocks of each group, and their threads, for chunks of so many lines."""
+        """Return blocks of each group and threads of a block for chunks of ``lines`` lines."""
         instances = self.instances
         if self.meets:
             if lines <= _LINES_OF_ONE_BLOCK * self.few_instances * self.threads:
@@ -77,18 +79,18 @@ def limits_of(
     blocks: int | None,
     threads: int | None,
 ) -> Limits:
-    """The limits of a program on a device.
+    """Return the grid limits of a program on a device.
 
     Args:
-        program: What is to run.
+        program: Program to run.
         groups_of_runs: Its groups, cut into runs.
         device: A GPU, or the CPU for an emulated one.
-        blocks: Of all groups together, as the user wants it; None: as many as the program has instances, or, if it has
-            one, as many as run at once.
-        threads: Of a block, as the user wants it; None: as many as serve.
+        blocks: Blocks of all groups together, chosen by the user. None: the program's ``instances``; if that is 1, as
+            many as are resident at once.
+        threads: Threads of a block, chosen by the user. None: a default.
 
     Raises:
-        ValueError: There can be no such grid.
+        ValueError: The grid is impossible.
     """
     groups = len(program.groups)
     is_gpu = device.type == "cuda"
@@ -119,20 +121,20 @@ def limits_of(
 
 
 def why_not_threads(threads: int, is_gpu: bool, most: int) -> str:
-    """Why a block cannot have so many threads, of at most so many, or ""."""
+    """Return why a block cannot have ``threads`` threads, or "". ``most``: upper bound."""
     if _MIN_THREADS <= threads <= most and not (is_gpu and threads % WARP):
         return ""
     return f"threads is {threads}; a block has {_MIN_THREADS} to {most}, on a GPU a multiple of {WARP}"
 
 
 def why_not(choice: LaunchChoice, limits: Limits, groups: int, device: torch.device) -> str:
-    """Why a program cannot be launched so, or "".
+    """Return why a program cannot be launched with ``choice``, or "".
 
     Args:
-        choice: What is asked for.
-        limits: That it was compiled for.
-        groups: Of the program.
-        device: That it runs on.
+        choice: Launch parameters.
+        limits: Limits that the program was compiled for.
+        groups: Number of groups.
+        device: Device of the program.
     """
     if choice.blocks is not None:
         most = limits.instances * groups
@@ -149,7 +151,7 @@ def why_not(choice: LaunchChoice, limits: Limits, groups: int, device: torch.dev
 
 
 def narrowed(limits: Limits, choice: LaunchChoice, groups: int) -> Limits:
-    """The limits of a launch by a choice that ``why_not`` does not refuse."""
+    """Return the limits under launch parameters that ``why_not`` accepts."""
     if choice.blocks is not None:
         instances = choice.blocks // groups
         limits = dataclasses.replace(limits, instances=instances, few_instances=instances)
@@ -159,7 +161,8 @@ def narrowed(limits: Limits, choice: LaunchChoice, groups: int) -> Limits:
 
 
 def candidates(limits: Limits, groups: int, lines: int) -> list[LaunchChoice]:
-    """Choices for chunks of so many lines, the program's own first, none of which ends in the grid of another one."""
+    """Return launch parameters to measure for chunks of ``lines`` lines, the program's own first. No two give one
+    grid."""
     found = {limits.of_call(lines): OWN_CHOICE}
     for instances in _halved(limits.instances, 1, 1):
         for threads in _halved(limits.threads, limits.few_threads, WARP):
@@ -169,7 +172,7 @@ def candidates(limits: Limits, groups: int, lines: int) -> list[LaunchChoice]:
 
 
 def _halved(most: int, least: int, multiple: int) -> Iterator[int]:
-    """The largest number and its halves, as far as they are multiples, and no smaller than the least."""
+    """Yield ``most`` and its halves, while they are multiples and at least ``least``."""
     number = most
     for _ in range(_HALVINGS + 1):
         yield number

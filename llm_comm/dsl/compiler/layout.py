@@ -1,4 +1,4 @@
-"""Where things lie: chunks of a message, and the buffers of a program in the workspace."""
+"""Layout: chunks of a message, and a program's buffers in the workspace."""
 
 from __future__ import annotations
 
@@ -11,44 +11,48 @@ LINE_BYTES = 16
 MASK_BYTES = 4
 _ALIGNMENT = 128
 _WORD_BYTES = 8
-#: Offsets of kernels are words of 32 bits.
+#: Offsets in kernels are 32-bit.
 _MOST_BYTES = 1 << 32
 
-#: Lines that a thread has under way together, and how many registers' worth of values it may hold meanwhile.
+#: Maximum lines that a thread processes together, and maximum lines held in registers meanwhile.
 _MAX_BATCH = 4
 _LIVE_LINES = 16
-#: Lines under way in a thread for which 64 registers do: ptxas spills none then, and from 12 lines on some.
+#: Lines in flight for which 64 registers suffice: ptxas does not spill up to 8, and spills from 12 on.
 _LINES_IN_64_REGISTERS = 8
 
 
 def outer_parts(operation: ir.Operation, world: int) -> int:
-    """Of how many parts, each a tensor by itself, the message of an operation is: chunks do not cross them."""
+    """Return the number of shards of an operation's message. Each is a tensor of its own, and chunks do not cross
+    shards."""
     return world if operation.has_parted_input or operation.has_parted_output else 1
 
 
 def chunk_lines(part_bytes: int, pieces: int) -> int:
-    """Lines of each chunk, where a part of so many bytes is cut into so many pieces. The last ones may not be full."""
+    """Return the lines of each chunk if a shard of ``part_bytes`` bytes is cut into ``pieces``. The last chunks may be
+    short."""
     lines = -(-part_bytes // LINE_BYTES)
     return max(1, -(-lines // pieces))
 
 
 def batch_of(loop: LoopRuns) -> int:
-    """How many lines a thread carries together through all runs of a loop. (Elsewhere it is one: more blocks that have
-    lines on their way served better.)"""
+    """Return how many lines a thread processes together in all runs of a loop.
+
+    Outside of loops it is one line: more blocks with a line in flight were faster.
+    """
     return max(1, min(_MAX_BATCH, _LIVE_LINES // _loads_of_line(loop)))
 
 
 def _loads_of_line(loop: LoopRuns) -> int:
-    """How many lines are loaded for one of a chunk, in the run that loads most."""
+    """Return how many lines are loaded for one line of a chunk, in the run with the most loads."""
     runs = [run for run in loop.runs if isinstance(run, DataRun)]
     return max([1, *(sum(isinstance(op, ir.Load | ir.Get | ir.ReadPackets) for op in run.ops) for run in runs)])
 
 
 def meeting_blocks_of_sm(groups: tuple[GroupRuns, ...]) -> int:
-    """Of blocks that meet, which are to be resident at once: how many there can be for each multiprocessor, 1 or 2.
+    """Return how many blocks of a program that signal and wait are resident on each SM: 1 or 2.
 
-    Two where they meet in loops, and their threads do with half of the registers. Then one moves data while the other
-    waits for a signal (docs/experiments/dsl.md).
+    Two, if the blocks signal or wait in loops and half of the registers suffice. One block then moves data while the
+    other waits for a signal (docs/experiments/dsl.md).
     """
     loops = [step for group in groups for step in group.steps if isinstance(step, LoopRuns)]
     talk = any(isinstance(run, SignalRun | WaitRun) for loop in loops for run in loop.runs)
@@ -58,13 +62,14 @@ def meeting_blocks_of_sm(groups: tuple[GroupRuns, ...]) -> int:
 
 @dataclass(frozen=True)
 class Place:
-    """Of a buffer in each half of the workspace, in bytes from the begin of the half.
+    """Position of a buffer in each half of the workspace, in bytes from the begin of the half.
 
     Attributes:
-        offset: Of the first chunk.
-        chunk_stride: From one chunk to the next.
-        turn_lines: From one turn of a chunk to the next, in lines.
-        mask_offset: Of the masks of packets of any bytes, four bytes for each line; None: there are none.
+        offset: Offset of the first chunk.
+        chunk_stride: Distance between chunks.
+        turn_lines: Distance between turns of a chunk, in 16-byte lines.
+        mask_offset: Offset of the masks that packets of arbitrary bytes need, four bytes for each line; None without
+            masks.
     """
 
     offset: int
@@ -75,12 +80,15 @@ class Place:
 
 @dataclass(frozen=True)
 class Layout:
-    """The workspace of a rank: words of semaphores, and twice the buffers.
+    """Workspace of a rank: words of semaphores, and two halves with all buffers.
 
     Attributes:
-        max_part_bytes: Of the largest message.
-        instances: At most, of blocks of a group.
-        threads: At most, of a block.
+        max_part_bytes: Shard size of the largest message, in bytes.
+        instances: Maximum blocks of a group.
+        threads: Maximum threads of a block.
+        places: Positions of the buffers, by name.
+        half_offset: Offset of the first half, in bytes.
+        half_bytes: Size of a half.
     """
 
     max_part_bytes: int
@@ -92,6 +100,7 @@ class Layout:
 
     @property
     def bytes(self) -> int:
+        """Size of the workspace in bytes."""
         return self.half_offset + 2 * self.half_bytes
 
 
@@ -103,15 +112,15 @@ def lay_out(
     threads: int,
     masks: bool,
 ) -> Layout:
-    """Places the buffers of a program.
+    """Compute the layout of a program's workspace.
 
     Args:
-        program: What has the buffers.
-        groups: Its runs.
-        max_bytes: Of a message.
-        instances: At most, of blocks of a group.
-        threads: At most, of a block.
-        masks: Packets carry any bytes.
+        program: Program with the buffers.
+        groups: Runs of the program.
+        max_bytes: Largest message in bytes.
+        instances: Maximum blocks of a group.
+        threads: Maximum threads of a block.
+        masks: Packets carry arbitrary bytes, and need masks.
 
     Raises:
         ValueError: The workspace would be too large.
@@ -133,7 +142,8 @@ def lay_out(
         turn_lines = lines
         if buffer.name in batches:
             of_all = batches[buffer.name] * threads * instances
-            # Where a block's share lies in one piece it has its place, however few lines there are.
+            # With port channels a block's share is contiguous, so every block needs its place however few lines there
+            # are.
             turn_lines = of_all if uses_ports(groups) else min(lines, of_all)
         chunk_stride = _up(turn_lines * buffer.turns * LINE_BYTES, _ALIGNMENT)
         start, offset = offset, offset + buffer.chunks * chunk_stride
@@ -160,7 +170,7 @@ def lay_out(
 
 
 def armed_ranges(program: ir.Program, layout: Layout) -> list[tuple[int, int]]:
-    """Begin and end of what holds the sentinel at first, in bytes of the workspace."""
+    """Return begin and end, in bytes, of the workspace ranges that initially hold the sentinel."""
     ranges = []
     for buffer in program.buffers:
         if buffer.space is not ir.Space.PACKETS:

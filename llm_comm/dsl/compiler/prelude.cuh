@@ -1,9 +1,11 @@
-// What every kernel begins with that llm_comm.dsl generates: the call, packets, signals, and the chunks of the caller's tensors.
+// Common code at the begin of every kernel that llm_comm.dsl generates: the call, packets, signals, and access to the
+// caller's tensors.
 //
-// A call is an operation of the communicator (operation.cuh): its number lives in device memory, so CUDA graphs can be replayed.
+// A call is an operation of the communicator (operation.cuh). Its number is in device memory, so CUDA graphs can be
+// replayed.
 //
-// Workspace of a rank: [ words of semaphores | half 0 | half 1 ]. A signal stores (number of the call, how many of the call) as one
-// word, which only grows: nothing is reset.
+// Workspace of a rank: [ semaphore words | half 0 | half 1 ]. A signal stores (number of the call, count within the
+// call) as one word. The word only grows, so semaphores are never reset.
 #include "llm_comm/program.cuh"
 #include "llm_comm/reduce.cuh"
 
@@ -11,11 +13,12 @@ namespace llm_comm::inline LLM_COMM_TARGET::dsl {
 
 inline constexpr uint32_t kSignalsOfACallLog2 = 24;
 
-// Whom a kernel waits for, as a constant: four bits for each, which are how far behind this rank it is, or its number and kAbsolute.
+// Senders that a kernel waits for are packed into a constant, four bits for each: the offset from this rank, or
+// kAbsolute plus the rank.
 inline constexpr uint32_t kAbsolute = 8;
 static_assert(kMaxWorldSize <= kAbsolute);
 
-// Hardly ever runs: apart from what does. `index`: of the late one among `senders`.
+// Slow path of a wait, not inlined into the fast path. `index`: position of the late sender among `senders`.
 LLM_COMM_DEVICE_CALL LateWait check_wait_of_call(const ProgramArgs& args, uint64_t start, OperationInWait op,
                                                  uint64_t senders, uint32_t index) {
   const DeviceComm& comm = args.comm;
@@ -28,23 +31,24 @@ class Call {
  public:
   LLM_COMM_DEVICE explicit Call(const ProgramArgs& args) : args_(args), op_(args.comm, args.kind, args.bytes) {}
 
-  // `precomputed`: values that change with the addresses which the kernel uses first (ll_session.cuh).
+  // `precomputed`: values that depend on the addresses that the kernel uses first, so that the compiler computes these
+  // before the wait (ll_session.cuh).
   template <class... Values>
   LLM_COMM_DEVICE void wait_for_grids_before(Values... precomputed) {
     grid_dependency_wait_after((op_.precomputed() + ... + precomputed));
     grid_dependency_trigger();
-    state_ = op_.load_state();  // on its way until begin()
+    state_ = op_.load_state();  // in flight until begin()
   }
 
-  // False once the communicator has failed: packets are no longer armed as they should be.
+  // False after the communicator has failed: packets may then not hold the sentinel.
   LLM_COMM_DEVICE bool begin() { return op_.begin(state_); }
 
   LLM_COMM_DEVICE bool is_odd() const { return op_.is_odd(); }
 
-  // By one thread of each block, when all its threads have begun.
+  // Called by one thread of each block, once its threads have all begun.
   LLM_COMM_DEVICE void arrive() const { op_.arrive(); }
 
-  // The word of so manieth signal to, or from, a peer.
+  // Word of signal number `count` of this call to or from a peer.
   LLM_COMM_DEVICE uint64_t signal_word(uint64_t count) const { return (op_.sequence() << kSignalsOfACallLog2) + count; }
 
   LLM_COMM_DEVICE bool wait(const uint64_t* word, uint64_t expected, uint32_t peer) const {
@@ -52,11 +56,11 @@ class Call {
                       [&](uint64_t start) { return check(start, kAbsolute + peer, 0); });
   }
 
-  // Waits for all lines together: those that are armed_line() are loaded until they have come. False if the wait ended without.
-  // Each of the senders has sent `Batch` of them.
+  // Polls all lines that equal armed_line() until they have arrived. False if the wait ended before.
+  // Each sender sends `Batch` lines.
   template <uint64_t Senders, uint32_t Batch, uint32_t N>
   LLM_COMM_DEVICE bool receive(const Line* const (&from)[N], Line (&line)[N]) const {
-    if (N == 1 && has_arrived(line[0])) return true;  // none is wanted
+    if (N == 1 && has_arrived(line[0])) return true;  // no line is expected
     return poll_until([&] { return poll_lines(from, line); },
                       [&](uint64_t start) {
                         uint32_t late = 0;
@@ -66,8 +70,8 @@ class Call {
                       });
   }
 
-  // Packets of any bytes: a line with a word that could be the sentinel is followed by a mask, as in ll_bytes.cuh. After receive();
-  // arms the masks again.
+  // For packets of arbitrary bytes, after receive(): a line with a word that could be the sentinel has a mask, as in
+  // ll_bytes.cuh. Resets the masks to the sentinel.
   template <uint64_t Senders, uint32_t Batch, uint32_t N>
   LLM_COMM_DEVICE bool receive_masks(uint32_t* const (&from)[N], Line (&line)[N]) const {
     LLM_COMM_UNROLL(32)
@@ -103,7 +107,7 @@ LLM_COMM_DEVICE void send_bytes(Line* line, uint32_t* mask, Line payload) {
   if (words.are_there) store_relaxed(mask, words.mask);
 }
 
-// Elements of 4 bytes by the accesses that the emulator's model of memory knows, which has no smaller ones.
+// 4-byte elements use the accesses that the emulator's memory model tracks. The model has no smaller accesses.
 template <class Storage>
 LLM_COMM_DEVICE Storage load_element(const Storage* element) {
   if constexpr (sizeof(Storage) == 4) {
@@ -122,7 +126,7 @@ LLM_COMM_DEVICE void store_element(Storage* element, Storage value) {
   }
 }
 
-// A line that is not aligned, or of which only `bytes` are there, element by element; the rest is zeros.
+// Loads an unaligned line, or one of which only `bytes` bytes exist, element by element. The rest is zeros.
 template <class Storage>
 LLM_COMM_DEVICE_CALL Line load_elements(const char* first, uint64_t bytes) {
   constexpr uint32_t kPerLine = sizeof(Line) / sizeof(Storage);
@@ -151,16 +155,16 @@ LLM_COMM_DEVICE_CALL void store_elements(char* first, uint64_t bytes, Line line)
   }
 }
 
-// A caller's tensor in parts, as lines. What a part does not have of them is loaded as zeros, and not stored. Whole lines where the
-// part is aligned, else element by element.
+// Tensor of the caller in shards, accessed by lines. Bytes beyond the end of a shard load as zeros and are not stored.
+// Aligned whole lines are accessed at once, others element by element.
 template <class Storage>
 class Tensor {
  public:
   LLM_COMM_DEVICE Tensor(char* begin, uint64_t part_bytes)
       : begin_(begin), part_bytes_(part_bytes), whole_lines_(static_cast<uint32_t>(part_bytes / sizeof(Line))) {}
 
-  // A load in two steps, for what else is to be loaded meanwhile. Construct it before the wait for earlier grids. The first step is
-  // made without a condition, of `spare` memory where no whole line is wanted: branches would come before it.
+  // Load in two steps, so that several loads are in flight together. Must be constructed before the wait for earlier
+  // grids. begin() loads unconditionally, from `spare` memory if no whole line is wanted: a branch would delay it.
   class Load {
    public:
     LLM_COMM_DEVICE Load(const Tensor& tensor, uint32_t part, uint32_t line, bool is_wanted, const void* spare)
@@ -173,7 +177,7 @@ class Tensor {
 
     LLM_COMM_DEVICE uint64_t precomputed() const { return reinterpret_cast<uint64_t>(from_); }
     LLM_COMM_DEVICE void begin() { value_ = load_line(from_); }
-    // The line; unspecified unless wanted.
+    // Returns the line; unspecified if it is not wanted.
     LLM_COMM_DEVICE Line end() const { return is_later_ ? load_elements<Storage>(address_, bytes_) : value_; }
 
    private:
@@ -184,7 +188,7 @@ class Tensor {
     Line value_{};
   };
 
-  // Where a line is stored, once it is there: what that takes is computed when this is constructed.
+  // Prepared store of a line: the constructor computes the addresses before the line has arrived.
   class Store {
    public:
     LLM_COMM_DEVICE Store(const Tensor& tensor, uint32_t part, uint32_t line)
@@ -205,7 +209,7 @@ class Tensor {
 
    private:
     char* address_;
-    char* whole_;  // the same, if the line is whole
+    char* whole_;  // address_ if the line is whole and aligned, else null
     uint64_t bytes_;
   };
 
@@ -240,7 +244,7 @@ class Tensor {
   uint32_t whole_lines_;
 };
 
-// Places in a workspace, which is smaller than 4 GiB: so what a thread keeps of each is one register.
+// Offsets in a workspace are 32-bit, since it is smaller than 4 GiB: a thread keeps one register for each.
 LLM_COMM_DEVICE Line* line_at(char* workspace, uint32_t offset) { return reinterpret_cast<Line*>(workspace + offset); }
 LLM_COMM_DEVICE uint32_t* mask_at(char* workspace, uint32_t offset) {
   return reinterpret_cast<uint32_t*>(workspace + offset);
@@ -250,13 +254,14 @@ LLM_COMM_DEVICE Line* in_half(Line* line, uint32_t half) {
   return reinterpret_cast<Line*>(reinterpret_cast<char*>(line) + half);
 }
 
-// Bytes of a part from piece `piece` of it on, in pieces of `lines`.
+// Bytes of a shard from piece `piece` to its end, with pieces of `lines` lines.
 LLM_COMM_DEVICE uint64_t bytes_behind(uint64_t part_bytes, uint32_t piece, uint32_t lines) {
   const uint64_t begin = uint64_t{piece} * lines * sizeof(Line);
   return begin < part_bytes ? part_bytes - begin : 0;
 }
 
-// How many of `bytes` from line `from` on lie before `end`, all counted from the begin of a chunk.
+// Returns how much of `bytes` bytes, beginning at line `from`, is before byte `end`. Offsets count from the begin of a
+// chunk.
 LLM_COMM_DEVICE uint64_t bytes_within(uint32_t from, uint64_t bytes, uint64_t end) {
   const uint64_t begin = uint64_t{from} * sizeof(Line);
   const uint64_t most = begin < end ? end - begin : 0;

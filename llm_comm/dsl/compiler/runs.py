@@ -1,6 +1,6 @@
-"""A program's steps, cut where a kernel's block has to meet.
+"""Runs: a program's steps, cut at the points where a block must synchronize.
 
-Between two cuts a thread carries each of its lines through all operations.
+Within a run, a thread carries each of its lines through all operations.
 """
 
 from __future__ import annotations
@@ -11,49 +11,50 @@ from dataclasses import dataclass
 from llm_comm.dsl import ir
 from llm_comm.dsl.errors import CompileError
 
-#: Operations that move data of chunks, by the threads of a block.
+#: Operations that threads of a block perform on the data of chunks.
 DataOp = ir.Load | ir.Get | ir.ReadPackets | ir.Sum | ir.Store | ir.Put | ir.PutPackets
 
 
 @dataclass(frozen=True)
 class DataRun:
-    """Operations on chunks of one size, one after the other, on the same piece."""
+    """Consecutive operations on chunks of one size and on the same piece."""
 
     ops: tuple[DataOp, ...]
     parts: int
 
     @property
     def only(self) -> frozenset[int] | None:
-        """The ranks that run all of its operations; None: all ranks run some."""
+        """Ranks that run all operations of the run; None if all ranks run some."""
         only = self.ops[0].only
         return only if all(op.only == only for op in self.ops) else None
 
     @property
     def lag(self) -> int:
+        """Lag of the run in turns, equal for all of its operations."""
         return self.ops[0].lag
 
 
 @dataclass(frozen=True)
 class SignalRun:
-    """Signals between two barriers of the block, each by a thread of its own."""
+    """Signals between two barriers of the block, each sent by its own thread."""
 
     ops: tuple[ir.Signal, ...]
 
 
 @dataclass(frozen=True)
 class WaitRun:
-    """Waits behind which the block meets, each by a thread of its own."""
+    """Waits before a barrier of the block, each performed by its own thread."""
 
     ops: tuple[ir.Wait, ...]
 
 
-#: Operations that the proxy of a rank carries out, or that order what it does.
+#: Operations that a proxy performs, or that order its work.
 PortOp = ir.PortPut | ir.Signal | ir.Wait | ir.Flush
 
 
 @dataclass(frozen=True)
 class PortRun:
-    """Operations of ports between two barriers of the block, by one thread, in this order."""
+    """Port operations between two barriers of the block, performed in order by one thread."""
 
     ops: tuple[PortOp, ...]
 
@@ -63,40 +64,40 @@ Run = DataRun | SignalRun | WaitRun | PortRun
 
 @dataclass(frozen=True)
 class LoopRuns:
-    """The runs of a loop's body."""
+    """Runs of a loop's body."""
 
     runs: tuple[Run, ...]
     parts: int
 
     @property
     def lag(self) -> int:
-        """Of what is furthest behind."""
+        """Largest lag of the operations."""
         return max(op.lag for run in self.runs for op in run.ops)
 
 
 @dataclass(frozen=True)
 class GroupRuns:
-    """What the blocks of a group run."""
+    """Steps of a group of blocks."""
 
     name: str
     steps: tuple[Run | LoopRuns, ...]
 
     def runs(self) -> Iterator[Run]:
-        """All of them, those of loops too."""
+        """Yield all runs, including those of loops."""
         for step in self.steps:
             yield from step.runs if isinstance(step, LoopRuns) else (step,)
 
 
-#: Of signals, and of waits, that one run has: a thread for each.
+#: Maximum signals or waits of one run, a thread for each.
 MAX_TALKERS = 8
 
 
 def runs_of(program: ir.Program) -> tuple[GroupRuns, ...]:
-    """The groups of a program, cut into runs.
+    """Cut the groups of a program into runs.
 
     Raises:
-        CompileError: A value that no register can hold so long, a loop over no chunks, or over chunks of several sizes,
-            or two groups that share an end of a semaphore.
+        CompileError: A value would have to stay in a register across a synchronization. Also for a loop without chunks
+            or with chunks of several sizes, and for two groups that share an end of a semaphore.
     """
     check_owners(program)
     groups = []
@@ -171,7 +172,7 @@ def _cut(ops: Sequence[ir.Op]) -> list[Run]:
 
 
 def _cut_by_ranks(runs: Sequence[Run]) -> list[Run]:
-    """The same, where other ranks run what follows: so a rank passes over what is not its own at once."""
+    """Cut data runs where the set of ranks changes, so that a rank skips foreign operations at once."""
     cut: list[Run] = []
     for run in runs:
         if not isinstance(run, DataRun):
@@ -188,14 +189,18 @@ def _cut_by_ranks(runs: Sequence[Run]) -> list[Run]:
 
 
 def _takes_from(before: Sequence[DataOp], behind: Sequence[DataOp]) -> bool:
-    """Whether values go from one to the other. Those of the input can be loaded again."""
+    """Return whether the second part uses values of the first. Loads of the input are not counted: they can be
+    repeated."""
     made = {made_by(op) for op in before if not isinstance(op, ir.Load) or op.source.buffer.space is not ir.Space.INPUT}
     return any(value in made for op in behind for value in values_read(op))
 
 
 def _joins(ops: Sequence[ir.Signal | ir.Wait], op: ir.Signal | ir.Wait) -> bool:
-    """Whether another thread may do it at the same time. Of one semaphore signals are counted one by one; two names may
-    mean one rank."""
+    """Return whether another thread may perform ``op`` in parallel with ``ops``.
+
+    Not for signals of one semaphore to one peer, which are counted one by one. A relative and an absolute rank may be
+    equal.
+    """
     return len(ops) < MAX_TALKERS and all(
         other.semaphore != op.semaphore or (type(other.peer) is type(op.peer) and other.peer != op.peer)
         for other in ops
@@ -203,7 +208,7 @@ def _joins(ops: Sequence[ir.Signal | ir.Wait], op: ir.Signal | ir.Wait) -> bool:
 
 
 def _parts(op: DataOp, sizes: dict[ir.Value, int]) -> int:
-    """Of the chunks that the operation treats."""
+    """Return the chunk size of an operation, as parts of the message."""
     found = {sizes[value] for value in values_read(op) if value in sizes}
     chunk = chunk_of(op)
     if chunk is not None:
@@ -217,17 +222,17 @@ def _parts(op: DataOp, sizes: dict[ir.Value, int]) -> int:
 
 
 def blocks_meet(groups: Sequence[GroupRuns]) -> bool:
-    """Whether there is more than straight runs over lines: loops, signals, waits or copies of a proxy."""
+    """Return whether the threads of a block must synchronize: the program has loops, signals, waits or proxy copies."""
     return any(not isinstance(step, DataRun) for group in groups for step in group.steps)
 
 
 def uses_ports(groups: Sequence[GroupRuns]) -> bool:
-    """Whether a proxy copies parts of chunks: a block's share of each chunk has to lie in one piece then."""
+    """Return whether a proxy copies parts of chunks. A block's share of each chunk must then be contiguous."""
     return any(isinstance(run, PortRun) for group in groups for run in group.runs())
 
 
 def chunk_of(op: DataOp) -> ir.Chunk | None:
-    """The chunk that an operation reads or writes; a sum has none."""
+    """Return the chunk that an operation reads or writes; None for a sum."""
     if isinstance(op, ir.Load | ir.Get | ir.ReadPackets):
         return op.source
     if isinstance(op, ir.Store | ir.Put | ir.PutPackets):
@@ -236,7 +241,7 @@ def chunk_of(op: DataOp) -> ir.Chunk | None:
 
 
 def values_read(op: DataOp) -> tuple[ir.Value, ...]:
-    """The values that an operation takes."""
+    """Return the values that an operation uses."""
     if isinstance(op, ir.Sum):
         return tuple(value for _, value in op.operands)
     if isinstance(op, ir.Store | ir.Put | ir.PutPackets):
@@ -245,13 +250,13 @@ def values_read(op: DataOp) -> tuple[ir.Value, ...]:
 
 
 def made_by(op: DataOp) -> ir.Value | None:
-    """The value that an operation makes."""
+    """Return the value that an operation defines, or None."""
     return op.result if isinstance(op, ir.Load | ir.Get | ir.ReadPackets | ir.Sum) else None
 
 
 def _with_values(group: GroupRuns) -> GroupRuns:
-    """The same, where a value is made in the run that takes it, or in the same loop: those of the input are loaded
-    again."""
+    """Add repeated loads, so that each value is defined in the run, or in the loop, that uses it. Only the input can be
+    loaded again."""
     made = {
         made_by(op): (op, step)
         for step in group.steps
@@ -290,7 +295,7 @@ def _with_values(group: GroupRuns) -> GroupRuns:
 
 
 def carried_values(loop: LoopRuns) -> dict[ir.Value, int]:
-    """The values of a loop that are made in another run than the one that takes them."""
+    """Return the values that pass between runs of a loop, with the number of the run that defines each."""
     makers = {made_by(op): i for i, run in enumerate(loop.runs) if isinstance(run, DataRun) for op in run.ops}
     return {
         value: makers[value]
@@ -303,7 +308,7 @@ def carried_values(loop: LoopRuns) -> dict[ir.Value, int]:
 
 
 def check_owners(program: ir.Program) -> None:
-    """Refuses a program in which two groups of a rank signal by one semaphore, or wait for it.
+    """Raise an error if two groups of a rank use the same end of a semaphore.
 
     Raises:
         CompileError: At the first such line of the second group.

@@ -1,8 +1,8 @@
-"""In which order a thread carries out the operations of a run, for each batch of its lines.
+"""Instruction order: in which order a thread performs the operations of a run, for each batch of its lines.
 
-Not always that of the program: what comes from memory is asked for early and together, and what the peers wait for goes
-before what only this rank needs. Nothing is sent before what the program has received before it, and no two operations
-on one buffer change places if one of them writes.
+The order may differ from the program's. Loads are issued early and together, and sends come before work that only this
+rank needs. Two rules hold: nothing is sent before a receive that precedes it in the program, and two operations on one
+buffer keep their order if one of them writes.
 """
 
 from __future__ import annotations
@@ -17,24 +17,24 @@ from llm_comm.dsl.compiler.runs import DataOp, chunk_of, made_by, values_read
 
 @dataclass(frozen=True)
 class Receive:
-    """Packets that are waited for together."""
+    """Packets that are polled together."""
 
     ops: tuple[ir.ReadPackets, ...]
 
 
 Step = DataOp | Receive
 
-#: Of one Receive: prelude.cuh has four bits of a word for the sender of each.
+#: Maximum reads of one Receive: prelude.cuh packs four bits for each sender into a word.
 MAX_READS = 16
 
 
 @dataclass(frozen=True)
 class Schedule:
-    """Of a run.
+    """Order of a run's operations.
 
     Attributes:
-        first: Loads of the input, which wait for nothing.
-        steps: The others.
+        first: Loads of the input, which depend on nothing.
+        steps: All other operations.
     """
 
     first: tuple[ir.Load, ...]
@@ -43,11 +43,11 @@ class Schedule:
 
 @dataclass(frozen=True)
 class Stage:
-    """What a thread does with a batch of lines before the next packets are waited for.
+    """Work of a thread on a batch of lines until the next wait for packets.
 
     Attributes:
-        again: Loads of the input, whose values a stage before has had too: they are made again, not kept.
-        steps: What follows.
+        again: Loads of the input that an earlier stage has also made. They are repeated instead of kept in registers.
+        steps: Operations after the loads.
     """
 
     again: tuple[ir.Load, ...]
@@ -55,16 +55,18 @@ class Stage:
 
 
 def ops_of(steps: Iterable[Step]) -> list[DataOp]:
-    """Of all the steps."""
+    """Return the operations of all steps."""
     return [op for step in steps for op in (step.ops if isinstance(step, Receive) else (step,))]
 
 
 def stages_of(plan: Schedule) -> tuple[Stage, ...]:
-    """The steps, cut before each Receive: there a batch may wait while the thread goes on with another one. So what a
-    stage sends is on its way while earlier batches are waited for.
+    """Cut the steps before each Receive into pipeline stages.
 
-    It is one stage where values other than the input's go over a cut, or where the input would be loaded behind a store
-    to the output, which may be the same memory.
+    While a batch waits at a cut, the thread continues with another batch. Data sent by a stage is thereby in flight
+    while earlier batches are received.
+
+    Return one stage if values other than inputs cross a cut, or if an input would be loaded after a store to the
+    output. Input and output may be the same memory.
     """
     cuts = [i for i, step in enumerate(plan.steps) if isinstance(step, Receive)]
     bounds = [0, *(cut for cut in cuts if cut > 0), len(plan.steps)]
@@ -90,7 +92,7 @@ def stages_of(plan: Schedule) -> tuple[Stage, ...]:
 
 
 def schedule(ops: Sequence[DataOp]) -> Schedule:
-    """The order of the operations of a run."""
+    """Order the operations of a run."""
     first = tuple(op for op in ops if isinstance(op, ir.Load) and op.source.buffer.space is ir.Space.INPUT)
     rest = [op for op in ops if op not in first]
     loads = [op for i, op in enumerate(rest) if isinstance(op, ir.Load | ir.Get) and not _is_written(op, rest[:i])]
@@ -138,7 +140,7 @@ class _Order:
         self._store(self.stores)
 
     def _receive(self) -> None:
-        # While packets are on their way there is time for what does not wait for them.
+        # Stores that do not depend on pending packets are executed while the packets are in flight.
         self._store([op for op in self.stores if not self._takes_pending(op)])
         self.steps.append(Receive(tuple(self.reads)))
         self.reads = []

@@ -1,4 +1,4 @@
-"""The C++ source of a program's kernel."""
+"""Generator of the C++ source of a program's kernel."""
 
 from __future__ import annotations
 
@@ -23,21 +23,22 @@ from llm_comm.dsl.compiler.runs import (
 from llm_comm.dsl.compiler.text import Element, Text, address_of, comment, number_of, runs_on
 
 _PRELUDE = Path(__file__).with_name("prelude.cuh")
-#: Characters of a program's name in that of its kernel.
+#: Maximum characters of the program's name in the kernel's name.
 _MOST_OF_A_NAME = 60
-#: Threads of a block, at most.
+#: Maximum threads of a block.
 MAX_THREADS = 512
-#: Of its shared memory: whether the block ends early, and how many signals it has sent and taken.
+#: Bytes of shared memory before the counts: a flag that the block must end early. Counts of sent and received signals
+#: follow.
 SHARED_BYTES_BEFORE_COUNTS = 16
 
 
 class PortRunWriter:
-    """Writes operations of ports, for the one thread of a block that has them.
+    """Generator for port operations, which one thread of a block performs.
 
     Args:
-        out: Where to.
-        program: What they are of.
-        layout: Of the workspace.
+        out: Destination of the source text.
+        program: Program of the operations.
+        layout: Layout of the workspace.
     """
 
     def __init__(self, out: Text, program: ir.Program, layout: Layout) -> None:
@@ -46,7 +47,7 @@ class PortRunWriter:
         self._layout = layout
 
     def add(self, op: PortOp, lag: int | None) -> None:
-        """An operation. ``lag``: turns that it is behind in a loop; None outside of one."""
+        """Generate an operation. ``lag``: its lag in a loop, in turns; None outside of loops."""
         semaphore = 0 if isinstance(op, ir.PortPut | ir.Flush) else op.semaphore
         self._out.add(
             f"HeapPortChannel port = args.port_channel({number_of(op.peer)}, "
@@ -69,7 +70,7 @@ class PortRunWriter:
                 f"const uint32_t to = end{parts} - from < piece ? end{parts} : from + piece;",
             )
         out.add("uint64_t bytes = uint64_t{to - from} * sizeof(Line);")
-        # What a tensor does not have of its last line is not copied.
+        # The last line of a tensor may be partial: bytes beyond the tensor are not copied.
         for chunk in (op.source, op.target):
             if chunk.buffer.space.is_tensor:
                 out.add(
@@ -84,7 +85,7 @@ class PortRunWriter:
         out.add(f"done = done && (bytes == 0 || port.put({target}, {base} + {source}, bytes));")
 
     def _offset(self, chunk: ir.Chunk, lag: int | None) -> str:
-        """Of line ``from`` of a chunk, in a tensor or in the workspace."""
+        """Return the expression for the offset of line ``from`` of a chunk, in a tensor or in the workspace."""
         buffer = chunk.buffer
         if buffer.space.is_tensor:
             part, piece = self._part_and_piece(chunk)
@@ -103,7 +104,7 @@ class PortRunWriter:
         return f"({' + '.join(terms)})"
 
     def _end(self, chunk: ir.Chunk) -> str:
-        """Bytes from the begin of a chunk to the end of the part of the tensor that it lies in."""
+        """Return the expression for the bytes from the begin of a chunk to the end of its shard."""
         _, piece = self._part_and_piece(chunk)
         return f"bytes_behind(part_bytes, {piece}, lines{chunk.buffer.parts})"
 
@@ -114,28 +115,28 @@ class PortRunWriter:
 
 
 def kernel_name(program: ir.Program) -> str:
-    """The name of a program's kernel: an identifier in ASCII that also fits the name of a file."""
+    """Return the name of the kernel: an ASCII identifier that is also valid in a file name."""
     return "dsl_" + re.sub(r"\W", "_", program.name, flags=re.ASCII)[:_MOST_OF_A_NAME]
 
 
 def shared_bytes(program: ir.Program) -> int:
-    """Of a block's shared memory."""
+    """Return the bytes of shared memory of a block."""
     return SHARED_BYTES_BEFORE_COUNTS + 2 * 4 * program.semaphores * program.world
 
 
 def is_moved(program: ir.Program) -> bool:
-    """Whether results are the inputs' bytes, which packets have to keep whatever they are."""
+    """Return whether results are bytes of the inputs. Packets must then carry arbitrary bit patterns."""
     return not program.operation.adds_up
 
 
 def symmetric_spaces(program: ir.Program) -> list[ir.Space]:
-    """Which of the caller's tensors peers use: the input, the output."""
+    """Return which of the caller's tensors peers access: input, output."""
     spaces = {buffer.space for buffer in program.buffers if buffer.is_symmetric}
     return [space for space in (ir.Space.INPUT, ir.Space.OUTPUT) if space in spaces]
 
 
 def generate(program: ir.Program, groups: tuple[GroupRuns, ...], layout: Layout, element: Element) -> str:
-    """The source of the kernel: any size of message up to that of the layout, any rank.
+    """Generate the source of the kernel, for any rank and any message size up to that of the layout.
 
     The kernel takes ProgramArgs (``llm_comm/program.cuh``).
     """
@@ -162,7 +163,7 @@ class _Source:
             "using namespace llm_comm::dsl;",
             "",
         )
-        # Threads get as many registers as leave room for all blocks that are to be resident at once.
+        # Bound the registers so that all blocks that must be resident at once fit.
         bound = MAX_THREADS * meeting_blocks_of_sm(self._groups)
         head = f'extern "C" LLM_COMM_KERNEL({bound}) {kernel_name(program)}'
         with self._out.block(f"{head}(LLM_COMM_KERNEL_PARAM ProgramArgs args)"):
@@ -175,16 +176,16 @@ class _Source:
                         self._group(group)
         return out.joined()
 
-    # ---- What all groups have ------------------------------------------------------------------------------------
+    # ---- Code of all groups --------------------------------------------------------------------------------------
 
     @property
     def _talks(self) -> bool:
-        """Whether blocks meet and end together: they signal or wait."""
+        """True if blocks signal or wait. The threads of such a block synchronize and end together."""
         return any(isinstance(run, SignalRun | WaitRun | PortRun) for group in self._groups for run in group.runs())
 
     @property
     def _groups_begin(self) -> bool:
-        """Whether each group begins the call by itself, beside its first loads."""
+        """True if each group begins the call itself, in parallel with its first loads."""
         first = [group.steps[0] for group in self._groups]
         return not self._talks and all(isinstance(step, DataRun) and step.only is None for step in first)
 
@@ -278,7 +279,7 @@ class _Source:
             out.add("if (!call.begin()) return;", *ARRIVE)
 
     def _sizes(self) -> list[int]:
-        """Of the chunks, as parts of the message."""
+        """Return the chunk sizes in use, as parts of the message."""
         found = {step.parts for group in self._groups for step in group.steps if isinstance(step, DataRun | LoopRuns)}
         runs = [run for group in self._groups for run in group.runs()]
         found |= {op.source.buffer.parts for run in runs for op in run.ops if isinstance(op, ir.PortPut)}

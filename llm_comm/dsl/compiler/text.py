@@ -1,4 +1,4 @@
-"""C++ as text: lines, indented, and the spelling of ranks and types of elements."""
+"""Text of C++: indented lines, and the spelling of ranks and element types."""
 
 from __future__ import annotations
 
@@ -18,19 +18,19 @@ _NUMBERS = {
 
 
 class Text:
-    """Lines of source, one behind the other."""
+    """Indented lines of source."""
 
     def __init__(self) -> None:
         self._lines: list[str] = []
         self._depth = 0
 
     def add(self, *lines: str) -> None:
-        """Appends lines at the depth of now."""
+        """Append lines at the current depth."""
         self._lines += ["  " * self._depth + line if self._depth else line for line in lines]
 
     @contextmanager
     def block(self, head: str, end: str = "}", remark: str | None = None) -> Iterator[None]:
-        """Lines inside stand in braces behind ``head``. ``remark`` stands behind the brace, as a comment."""
+        """Put the lines of the block in braces after ``head``. ``remark`` is a comment after the opening brace."""
         self.add(f"{head} {{{'' if remark is None else f'  {comment(remark)}'}".lstrip())
         self._depth += 1
         yield
@@ -38,42 +38,42 @@ class Text:
         self.add(end)
 
     def joined(self) -> str:
-        """All of them."""
+        """Return the whole text."""
         return "\n".join(self._lines) + "\n"
 
 
 def comment(text: str) -> str:
-    """A comment of one line for any text. Control characters are escaped. A backslash at the end is dropped: it would
-    make the next line of the source a part of the comment."""
+    """Return a one-line C++ comment. Control characters are escaped. A trailing backslash is dropped: it would extend
+    the comment to the next line."""
     return f"// {text.encode('unicode_escape').decode()}".rstrip("\\ ")
 
 
 def number_of(rank: Rank | int) -> str:
-    """The number of a rank, or of a chunk."""
+    """Return the expression for a rank's or chunk's number."""
     if isinstance(rank, Relative):
         return f"r{rank.offset}" if rank.offset else "rank"
     return f"{rank if isinstance(rank, int) else rank.rank}u"
 
 
 def address_of(rank: Rank) -> str:
-    """The workspace of a rank."""
+    """Return the expression for the address of a rank's workspace."""
     return f"at{rank.offset}" if isinstance(rank, Relative) else f"at_rank({rank.rank}u)"
 
 
 def runs_on(only: frozenset[int]) -> str:
-    """Whether this rank is one of them."""
+    """Return the condition that this rank is among ``only``."""
     tests = " || ".join(f"rank == {rank}" for rank in sorted(only))
     return f"({tests})" if len(only) > 1 else tests
 
 
 @dataclass(frozen=True)
 class Element:
-    """Of a message.
+    """Element type of a message.
 
     Attributes:
-        dtype: As torch has it.
-        number: The DataType of data_type.h that sums it; None: elements are moved only.
-        storage: By which loads and stores take it apart where a line is not aligned, or not full.
+        dtype: torch dtype.
+        number: Name of the DataType of data_type.h for sums; None: elements can only be moved.
+        storage: C++ type for access to unaligned or partial lines.
     """
 
     dtype: torch.dtype
@@ -82,6 +82,6 @@ class Element:
 
 
 def element_of(dtype: torch.dtype) -> Element:
-    """The element of a dtype of torch."""
+    """Return the element type for a torch dtype."""
     width = min(dtype.itemsize, 4)
     return Element(dtype, _NUMBERS.get(dtype), f"uint{8 * width}_t")

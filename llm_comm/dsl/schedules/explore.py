@@ -1,4 +1,4 @@
-"""Runs a program under seeded schedules, and finds the lines that a failure may be about."""
+"""Exploration: runs a program under seeded schedules, and finds the source lines that may have caused a failure."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ from llm_comm.dsl.ir import Rank
 from llm_comm.dsl.schedules.kernel import ExploredKernel, Failure, Outcome
 from llm_comm.dsl.schedules.plan import ELEMENT_BYTES, Plan, plan_of, schedules_for
 
-#: Of the lines that a failure may be about.
+#: Maximum source lines that an error names.
 _LINES_NAMED = 4
 _SEEDS = 1 << 64
 
 
 class Explored(NamedTuple):
-    """What has been run, and passed.
+    """Result of schedules that all passed.
 
     Attributes:
-        schedules: How many.
-        steps: Of the last one.
-        fingerprint: Of the last one: changes with every access to memory, its order and its value.
+        schedules: Number of schedules.
+        steps: Steps of the last schedule.
+        fingerprint: Hash of the last schedule. It changes with every memory access, its order and its value.
     """
 
     schedules: int
@@ -41,23 +41,23 @@ def explore(
     *,
     trace: str | os.PathLike[str] | None = None,
 ) -> Explored:
-    """Runs the kernel of a program on all ranks of its world under seeded schedules; see docs/dsl.md, "Schedules".
+    """Run the kernel of a program on all ranks of its world under seeded schedules; see docs/dsl.md, "Schedules".
 
-    All ranks are threads of one emulator, which chooses who goes on at each access to memory, and delays and reorders
-    stores as a GPU may. All of a schedule follows from its seed, on any machine: ``explore(program, schedules=1,
-    seed=error.seed)`` runs again what has failed. Programs are those that ``dsl.check`` has found to be correct.
+    All ranks are threads of one emulator. At each memory access it chooses which thread continues, and it delays and
+    reorders stores as a GPU may. A schedule is determined by its seed, on any machine: ``explore(program, schedules=1,
+    seed=error.seed)`` repeats a failure. ``dsl.check`` must have accepted the program.
 
     Args:
-        program: For one world.
-        schedules: How many: those with ``seed``, ``seed + 1``, ... None: by the size of the program.
-        seed: Of the first one, from 0 on.
-        trace: A file to write every access to memory to.
+        program: Program for one world.
+        schedules: Number of schedules, with seeds ``seed``, ``seed + 1``, ... None: by the size of the program.
+        seed: First seed, from 0 on.
+        trace: File to which every memory access is written.
 
     Raises:
-        ScheduleError: A schedule has failed: it has the seed and the step.
-        CompileError: There is no kernel for an operation of the program.
-        ValueError: A number does not fit.
-        RuntimeError: There is no C++ compiler (``CXX`` names one; else it is g++), or it does not take the kernel.
+        ScheduleError: A schedule failed; the error has its seed and step.
+        CompileError: No kernel exists for an operation of the program.
+        ValueError: A number is out of range.
+        RuntimeError: There is no C++ compiler (``CXX``, or g++ by default), or it rejects the kernel.
         ConfigError: Another user could have put code into the directory of compiled kernels.
         OSError: The trace cannot be written.
     """
@@ -68,12 +68,12 @@ def explore(
         raise ValueError(f"seed is {seed}; it is 0 at least, and all of them are below 2^64")
     file = None if trace is None else Path(trace)
     if file is not None:
-        file.write_bytes(b"")  # raises here what the emulator could not say
+        file.write_bytes(b"")  # reports an unwritable path here: the emulator has no such error
     return explore_plan(plan_of(program), count, seed, file)
 
 
 def explore_plan(plan: Plan, schedules: int, seed: int, trace: Path | None = None) -> Explored:
-    """The same for a plan."""
+    """Run schedules of a plan, see ``explore``."""
     outcome = ExploredKernel(plan).run(seed, schedules, trace)
     if outcome.failure != Failure.NONE:
         raise _error(plan, outcome)
@@ -107,7 +107,7 @@ def _suspects(plan: Plan, outcome: Outcome) -> list[ir.Location]:
 
 
 def waits_for(program: ir.Program, rank: int, peer: int) -> list[ir.Location]:
-    """Lines in which a rank waits for a peer."""
+    """Return the lines in which a rank waits for a peer."""
     world = program.world
     found = []
     for op in program.ops():
@@ -124,7 +124,7 @@ def waits_for(program: ir.Program, rank: int, peer: int) -> list[ir.Location]:
 
 
 def writers_of(program: ir.Program, rank: int, element: int, part_bytes: int) -> list[ir.Location]:
-    """Lines that write an element of a rank's output."""
+    """Return the lines that write an element of a rank's output."""
     of_part = part_bytes // ELEMENT_BYTES
     part, line = element // of_part, element % of_part * ELEMENT_BYTES // LINE_BYTES
     found = []
@@ -142,7 +142,8 @@ def writers_of(program: ir.Program, rank: int, element: int, part_bytes: int) ->
 
 
 def readers_of_byte(program: ir.Program, layout: Layout, byte: int) -> list[ir.Location]:
-    """Lines that read packets, and arm them again, of the buffer that has a byte of the workspace."""
+    """Return the lines that read packets of the buffer at a byte of the workspace, and should have reset it to the
+    sentinel."""
     offset = (byte - layout.half_offset) % layout.half_bytes
     names = {name for name, place in layout.places.items() if place.offset <= offset}
     last = max(names, key=lambda name: layout.places[name].offset, default=None)

@@ -1,4 +1,4 @@
-"""A kernel that runs under schedules: compiled with the deterministic emulator, and called from Python."""
+"""Kernel for schedules: compiled with the deterministic emulator, and called from Python."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from llm_comm.dsl.compiler.source import kernel_name, symmetric_spaces
 from llm_comm.dsl.schedules.plan import Plan
 from llm_comm.emulated import Driver
 
-#: The deterministic emulator: all ranks of a world in one thread.
+#: The deterministic emulator, which runs all ranks of a world in one thread.
 SCHEDULES = Driver(
     "llm_comm/schedules/explored_kernel.h",
     "EXPLORED_KERNEL",
@@ -22,7 +22,7 @@ SCHEDULES = Driver(
     ("EMULATOR", "DETERMINISTIC"),
 )
 
-#: A library has one machine.
+#: The compiled library has global state: one run at a time.
 _one_at_a_time = threading.Lock()
 
 
@@ -37,7 +37,7 @@ class Failure(IntEnum):
 
 
 class Outcome(ctypes.Structure):
-    """``Outcome`` of explored_kernel.h: how schedules went."""
+    """``Outcome`` of explored_kernel.h: result of a run of schedules."""
 
     _fields_ = [
         ("failure", ctypes.c_uint32),
@@ -85,10 +85,10 @@ class _Program(ctypes.Structure):
 
 
 class ExploredKernel:
-    """The kernel of a plan, compiled.
+    """Compiled kernel of a plan.
 
     Raises:
-        RuntimeError, ConfigError, OSError: As of ``cached_library``.
+        RuntimeError, ConfigError, OSError: See ``cached_library``.
     """
 
     def __init__(self, plan: Plan) -> None:
@@ -105,12 +105,12 @@ class ExploredKernel:
         self._program = _described(plan)
 
     def run(self, seed: int, schedules: int, trace: Path | None = None) -> Outcome:
-        """Runs schedules ``seed``, ``seed + 1``, ... until one fails.
+        """Run schedules ``seed``, ``seed + 1``, ... until one fails.
 
         Args:
-            seed: Of the first one.
-            schedules: How many.
-            trace: A file to write every access to.
+            seed: First seed.
+            schedules: Number of schedules.
+            trace: File to which every memory access is written.
         """
         outcome = Outcome()
         file = None if trace is None else str(trace).encode()

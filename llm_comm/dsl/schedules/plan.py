@@ -1,4 +1,4 @@
-"""Plan for the schedules of a program: its kernel, small grids, messages of several sizes, and how many schedules."""
+"""Plan of a program's schedules: kernel, small grids, message sizes, and number of schedules."""
 
 from __future__ import annotations
 
@@ -14,35 +14,36 @@ from llm_comm.dsl.compiler.runs import GroupRuns, LoopRuns, SignalRun, WaitRun, 
 from llm_comm.dsl.compiler.source import generate, is_moved, shared_bytes
 from llm_comm.dsl.compiler.text import element_of
 
-#: Of a group: blocks have shares of a chunk.
+#: Blocks of each group, so that blocks have different shares of a chunk.
 _INSTANCES = 2
-#: The same in a world of more ranks than ``_SMALL_WORLD``, where blocks signal: the emulator takes the longer for a
-#: signal, the more memory has been written.
+#: Blocks of each group if they signal in a world of more than _SMALL_WORLD ranks: the emulator's time for a signal
+#: grows with the memory written.
 _INSTANCES_THAT_SIGNAL = 1
 _SMALL_WORLD = 4
-#: Of a block, at least: fewer threads, fewer steps of a schedule.
+#: Minimum threads of a block. Fewer threads need fewer steps.
 _THREADS = 4
-#: More than an operation is behind another one in a thread's loop over lines.
+#: Lines of a thread: more than the longest distance between operations in a thread's loop over lines.
 _LINES_OF_A_THREAD = 4
-#: fp32: the emulator's model of memory knows words of 4 bytes. Kernels for other types differ in conversions alone.
+#: fp32: the emulator's memory model has 4-byte words. Kernels for other dtypes differ in conversions only.
 ELEMENT_BYTES = 4
-#: Of all ranks in one call, and where blocks signal. Larger messages are left out where three smaller ones are there.
+#: Maximum lines of all ranks in one call; second: if blocks signal. Larger messages are skipped if three smaller ones
+#: exist.
 _MOST_LINES, _MOST_LINES_THAT_SIGNAL = 4096, 1280
-#: Of all schedules of a program together.
+#: Work of all schedules of a program together, in the units of _work.
 _WORK = 50_000
 _FEWEST, _MOST = 12, 200
-#: Of a loop, in the messages of schedules.
+#: Assumed pieces of a loop, for the estimate of work.
 _PIECES = 4
 
 
 @dataclass(frozen=True)
 class Size:
-    """Of a message, and the grid for it.
+    """Message size, and the grid for it.
 
     Attributes:
-        part_bytes: Of a part of the message.
-        blocks: Of all groups.
-        threads: Of a block.
+        part_bytes: Shard size in bytes.
+        blocks: Blocks of all groups.
+        threads: Threads of a block.
     """
 
     part_bytes: int
@@ -52,16 +53,16 @@ class Size:
 
 @dataclass(frozen=True)
 class Plan:
-    """What schedules of a program run.
+    """Set-up of a program's schedules.
 
     Attributes:
-        program: For one world.
-        source: Of its kernel.
-        layout: Of its workspace.
-        sizes: Of the messages that calls are drawn from.
+        program: Program for one world.
+        source: Source of its kernel.
+        layout: Layout of its workspace.
+        sizes: Message sizes from which calls are drawn.
         instances: Blocks of a group.
-        shared_bytes: Of a block.
-        works_in_place: Whether the output may be the input.
+        shared_bytes: Shared memory of a block in bytes.
+        works_in_place: Output and input may be one tensor.
     """
 
     program: ir.Program
@@ -74,13 +75,13 @@ class Plan:
 
 
 def plan_of(program: ir.Program) -> Plan:
-    """The plan for a program.
+    """Return the plan for a program.
 
     Raises:
-        CompileError: There is no kernel for an operation of the program.
+        CompileError: No kernel exists for an operation of the program.
     """
     groups = runs_of(program)
-    # Signals in a row are given by a thread each.
+    # Consecutive signals, or waits, are performed by one thread each.
     talkers = [len(run.ops) for group in groups for run in group.runs() if isinstance(run, SignalRun | WaitRun)]
     instances = _INSTANCES_THAT_SIGNAL if talkers and program.world > _SMALL_WORLD else _INSTANCES
     threads = max([_THREADS, *talkers])
@@ -106,13 +107,15 @@ def plan_of(program: ir.Program) -> Plan:
 
 
 def _parts(program: ir.Program, groups: tuple[GroupRuns, ...], stride: int, most_lines: int) -> list[int]:
-    """Bytes of a part: one element; chunks that are not there; lines that are not full and not the same for each
-    thread; several lines of a thread; several pieces of a loop, so that turns are used again.
+    """Return shard sizes in bytes that cover the cases of a kernel.
+
+    These are: one element; missing chunks; partial lines, unevenly distributed over threads; several lines for a
+    thread; several pieces of a loop, so that turns wrap around.
 
     Args:
-        program, groups: What it is about.
+        program, groups: Program, and its runs.
         stride: Threads of all instances.
-        most_lines: Of all ranks in one call.
+        most_lines: Maximum lines of all ranks in one call.
     """
     outer = outer_parts(program.operation, program.world)
     pieces = max((buffer.parts for buffer in program.buffers), default=outer) // outer
@@ -122,7 +125,7 @@ def _parts(program: ir.Program, groups: tuple[GroupRuns, ...], stride: int, most
     elements_of_line = LINE_BYTES // ELEMENT_BYTES
     lines = [stride // 2 + 1, piece + stride // 2 + 1]
     lines.append(piece * max(turns, *(loop.lag for loop in loops)) + 1 if loops else _LINES_OF_A_THREAD * stride + 1)
-    # The last line of a part has one element.
+    # The last line of a shard has one element.
     elements = {1, (pieces - 1) * elements_of_line + 1, *(n * pieces * elements_of_line - 3 for n in lines)}
     ordered = sorted(elements)
     fitting = [n for n in ordered if _lines_of_call(program, n) <= most_lines]
@@ -130,23 +133,23 @@ def _parts(program: ir.Program, groups: tuple[GroupRuns, ...], stride: int, most
 
 
 def _lines_of_call(program: ir.Program, elements: int) -> int:
-    """Of the messages of all ranks."""
+    """Return the lines of the messages of all ranks."""
     outer = outer_parts(program.operation, program.world)
     return -(-elements * ELEMENT_BYTES // LINE_BYTES) * outer * program.world
 
 
 def schedules_for(program: ir.Program) -> int:
-    """Fewer, the larger a program is: each gets about the same work, which is some seconds.
+    """Return the number of schedules: fewer for larger programs, so that each program takes some seconds.
 
-    That is no loss: a schedule of a large program makes more accesses to memory, each of which may be delayed or
-    overtaken, so the same work meets a mistake about as often, be it many short schedules or few long ones.
+    This loses no coverage. A schedule of a large program makes more memory accesses, each of which may be delayed or
+    reordered. Equal work therefore finds an error about as often, in many short or in few long schedules.
     """
     return max(_FEWEST, min(_MOST, _WORK // max(1, _work(program))))
 
 
 def _work(program: ir.Program) -> int:
-    """Of one schedule: operations of all ranks. A signal or a wait counts for each rank: it brings all that the other
-    has seen."""
+    """Return the work of one schedule: operations of all ranks. A signal or wait has weight ``world``, because it
+    transfers all that the other rank has seen."""
     work = 0
     for group in program.groups:
         for step in group.steps:
