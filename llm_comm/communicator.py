@@ -55,7 +55,7 @@ class Communicator(Sums, GatherScatter, LinearLayers):
 
     Args:
         group: The ranks, each with a device of its own: 1 to 8 processes of this machine, or as many on each of several
-            machines (docs/nodes.md: what else works only within a machine). gloo or NCCL.
+            machines (docs/operate/nodes.md: what else works only within a machine). gloo or NCCL.
         device: CUDA device of this rank, or ``"cpu"`` for an emulated GPU that works on CPU tensors. None takes the
             current CUDA device if there is one and the build has CUDA kernels, else an emulated GPU.
         config: Options, the same on all ranks; None loads them (``Config.load``).
@@ -217,7 +217,7 @@ class Communicator(Sums, GatherScatter, LinearLayers):
     def channels(
         self, memory: torch.Tensor | None = None, *, semaphores: int = 16, code: str | bytes | None = None
     ) -> Channels:
-        """Channels to every other rank, for kernels of one's own: see docs/own_kernels.md.
+        """Channels to every other rank, for kernels of one's own: see docs/reference/own_kernels.md.
 
         Collective, as ``empty`` is. The proxy of port channels runs from now on.
 
@@ -324,12 +324,13 @@ class Communicator(Sums, GatherScatter, LinearLayers):
     def check(self) -> None:
         """Raises the CommunicatorError of an earlier call, if one has failed; costs no synchronization.
 
-        Where CUDA graphs hold operations, it also looks whether some have run beside others (docs/reliability.md)."""
+        Where CUDA graphs hold operations, it also looks whether some have run beside others
+        (docs/operate/failures.md)."""
         self._handle.check(look_at_order=True)
 
     def stats(self) -> Stats:
-        """What this rank has called, declined and ended so far (docs/statistics.md). May be called from any thread, by
-        a rank alone, and after ``close``."""
+        """What this rank has called, declined and ended so far (docs/operate/statistics.md). May be called from any
+        thread, by a rank alone, and after ``close``."""
         return self._handle.stats()
 
     def on_error(self, callback: Callable[[CommunicatorError], None], *, exits: bool = False) -> None:
@@ -362,7 +363,7 @@ class Communicator(Sums, GatherScatter, LinearLayers):
     @property
     def programs(self) -> Mapping[str, Kernels]:
         """Programs of llm_comm.dsl that are compiled for ``all_reduce``, by the names that options and tables give them
-        (docs/dsl.md). The same on all ranks."""
+        (docs/reference/dsl.md). The same on all ranks."""
         return MappingProxyType(self._planner.programs)
 
     @property
@@ -377,7 +378,7 @@ class Communicator(Sums, GatherScatter, LinearLayers):
 
     @property
     def nodes(self) -> int:
-        """On how many nodes the ranks are (docs/nodes.md)."""
+        """On how many nodes the ranks are (docs/operate/nodes.md)."""
         return 1 if self._multi_node is None else self._multi_node.nodes
 
     @property

@@ -25,7 +25,7 @@ _RESERVED = re.compile(
     r"CONFIG"
     # Whatever tests and benchmarks of this project want to tell their own processes.
     r"|(TEST|BENCH)_\w+"
-    # Of the NCCL library alone (csrc/nccl, docs/nccl.md).
+    # Of the NCCL library alone (csrc/nccl, docs/reference/nccl.md).
     r"|NCCL_(DEBUG|LIBRARY)"
     # Where compiled programs are kept (llm_comm/dsl/compiler/cache.py).
     r"|CACHE_DIR"

@@ -89,7 +89,7 @@ def get_library_dir() -> str:
 
 
 def nccl_library(emulated: bool = False) -> str:
-    """Path of the library that stands in for NCCL (docs/nccl.md), for ``LD_PRELOAD`` or ``VLLM_NCCL_SO_PATH``.
+    """Path of the library that stands in for NCCL, for ``LD_PRELOAD`` (docs/reference/nccl.md).
 
     Args:
         emulated: The one over emulated GPUs, for tests: pointers are those of the host, streams are not looked at.

@@ -88,7 +88,7 @@ def _default(value: object) -> str:
 
 def _markdown(text: str) -> str:
     """Names of pages become links, and literals have one backtick."""
-    return re.sub(r"docs/(([a-z_]+)\.md(?:#[\w-]+)?)", r"[\2.md](\1)", text.replace("``", "`"))
+    return re.sub(r"docs/((?:[a-z]+/)?([a-z_]+)\.md(?:#[\w-]+)?)", r"[\2.md](\1)", text.replace("``", "`"))
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Collectives as programs: written in Python, checked, and compiled to one kernel; see docs/dsl.md."""
+"""Collectives as programs: written in Python, checked, and compiled to one kernel; see docs/reference/dsl.md."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""Groups whose ranks are on several nodes: hierarchical collectives (docs/nodes.md)."""
+"""Groups whose ranks are on several nodes: hierarchical collectives (docs/operate/nodes.md)."""

@@ -318,7 +318,7 @@ def _with_few_blocks(
     chosen: _Chosen, algorithms: list[registry.Algorithm], problem: Problem, config: Config
 ) -> _Chosen:
     """Where ``max_blocks`` allows fewer blocks than the table wants: an algorithm of HB, if there is one, with large
-    chunks. A few blocks carry several times as much by HB as by LL (docs/tuning.md)."""
+    chunks. A few blocks carry several times as much by HB as by LL (docs/operate/tuning.md)."""
     if not _is_bound(chosen.choice, problem, config):
         return chosen
     assert config.max_blocks is not None

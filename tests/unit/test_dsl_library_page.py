@@ -1,4 +1,4 @@
-"""docs/dsl_library.md: a section and a drawing of each program, and a table that says what the programs do."""
+"""docs/reference/dsl_library.md: a section and a drawing of each program, and a table that says what the programs do."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from llm_comm.dsl.compiler.runs import runs_of
 from llm_comm.dsl.compiler.source import is_moved
 from llm_comm.dsl.programs import ProgramText
 
-DOCS = Path(__file__).parents[2] / "docs"
+DOCS = Path(__file__).parents[2] / "docs" / "reference"
 PAGE = (DOCS / "dsl_library.md").read_text(encoding="utf-8")
 #: Blocks and threads of one multiprocessor each, as on an H100.
 INSTANCES, THREADS = 132, 512

@@ -11,7 +11,7 @@ import pytest
 from llm_comm import dsl
 
 ROOT = Path(__file__).parents[2]
-PAGE = (ROOT / "docs" / "dsl_tutorial.md").read_text(encoding="utf-8")
+PAGE = (ROOT / "docs" / "reference" / "dsl_tutorial.md").read_text(encoding="utf-8")
 PROGRAMS = [text for text in re.findall(r"```python\n(.*?)```", PAGE, flags=re.DOTALL) if "@dsl.program" in text]
 #: By the program before each.
 ERRORS = {0: 0, 2: 1}

@@ -75,7 +75,7 @@ def test_lines_of_prose_are_not_too_long(page: Path) -> None:
 
 _SOURCE = re.compile(r"`((?:\w+/)+\w+\.(?:py|cuh|cu|h|cpp|def|cmake))`")
 #: Pages that name sources of engines too, or those of the day.
-_NAMES_OTHER_SOURCES = ("docs/vllm.md", "docs/sglang.md", "docs/experiments/")
+_NAMES_OTHER_SOURCES = ("docs/engines/vllm.md", "docs/engines/sglang.md", "docs/experiments/")
 
 
 @pytest.mark.parametrize("page", [page for page in PAGES if not name(page).startswith(_NAMES_OTHER_SOURCES)], ids=name)
@@ -91,7 +91,7 @@ def test_every_result_file_is_cited_and_exists() -> None:
     assert cited == {path.name for path in RESULTS.iterdir()}
 
 
-@pytest.mark.parametrize(("page", "limit"), [("README.md", 150), ("docs/performance.md", 250)])
+@pytest.mark.parametrize(("page", "limit"), [("README.md", 150), ("docs/reference/performance.md", 250)])
 def test_pages_that_people_read_first_are_short(page: str, limit: int) -> None:
     assert len((ROOT / page).read_text(encoding="utf-8").splitlines()) < limit
 
@@ -204,7 +204,7 @@ def test_the_readme_shows_the_engines_that_were_measured() -> None:
 )
 def test_performance_shows_the_peers_that_were_measured(heading: str, file: str) -> None:
     measured = peers(file)
-    shown = [row for row in rows("docs/performance.md", heading) if re.fullmatch(r"\d+[KM]", row[0])]
+    shown = [row for row in rows("docs/reference/performance.md", heading) if re.fullmatch(r"\d+[KM]", row[0])]
     assert len(shown) >= 15
     for size, ours, other, ratio, over_vllm, over_nccl in shown:
         us = measured[byte_count(size)]
@@ -220,7 +220,7 @@ def test_performance_shows_the_peers_that_were_measured(heading: str, file: str)
 def test_performance_shows_the_engines_that_were_measured() -> None:
     file, checked = "", 0
     for first, _, batch, nccl, own, ours, over_nccl, over_own in (
-        row for row in rows("docs/performance.md", "In the engines") if len(row) == 8 and row[2].isdigit()
+        row for row in rows("docs/reference/performance.md", "In the engines") if len(row) == 8 and row[2].isdigit()
     ):
         file = _RESULT.findall(first)[0] if first else file
         times = decode(file)[batch]

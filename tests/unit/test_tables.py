@@ -286,7 +286,10 @@ def test_table_of_the_emulator(world: int) -> None:
 def test_the_log_line_in_the_documentation_is_that_of_the_table(engine: str) -> None:
     table = catalogue.find_table("NVIDIA H200", 8, 132, CONFIG)
     plans = descriptions.describe_plans(table, CONFIG, f"{engine}'s own")
-    assert f"all-reduce {plans} ({table.describe()})" in (REPOSITORY / "docs" / f"{engine.lower()}.md").read_text()
+    assert (
+        f"all-reduce {plans} ({table.describe()})"
+        in (REPOSITORY / "docs" / "engines" / f"{engine.lower()}.md").read_text()
+    )
 
 
 def test_the_log_line_where_all_sizes_are_served() -> None:

@@ -16,7 +16,7 @@
 // That A's lines "are armed" when A begins the next operation holds for B's stores too, though nothing that B reads is a
 // release: griddepcontrol.wait and the end of a grid promise that the stores of earlier grids are performed, and the
 // one place where A's own stores and those of its peers to A's memory are performed is the L2 of A. The PTX memory model
-// by itself does not order the two (docs/reliability.md).
+// by itself does not order the two (docs/operate/failures.md).
 //
 // Nothing in the argument depends on which block or thread handles a line, so sizes and grids may change from one
 // operation to the next. One slot would not do: B may end e before A has read what B sent in e.
@@ -35,7 +35,7 @@
 //   P1: what a block waits for is sent by blocks of the same number or of lower ones. All ranks have the same grid.
 //   P2: numbers follow the order in which blocks start. Where all blocks of a grid run at once any numbers will do, so they
 //       are those of the hardware. Else a block takes a ticket when it starts. (The core asks for a device of its own: what
-//       other kernels take of it, docs/reliability.md tells under "Several groups".)
+//       other kernels take of it, docs/operate/failures.md tells under "Several groups".)
 //
 // So the lowest number that has not ended on every rank has started everywhere, or starts as soon as a lower one has ended,
 // and by P1 it does not wait for what starts later.

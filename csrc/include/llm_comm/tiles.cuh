@@ -22,7 +22,7 @@
 //                    tokens, in fp32. `sums` has tokens / 2 values in each thread: which, fragment.cuh says. Outputs that the box
 //                    does not have get any value.
 //                    Box: box_at(place), and moved(box, bytes), which takes less time than another box_at().
-//                    Of FP8, GPUs add with fewer bits than fp32 has (docs/linear.md).
+//                    Of FP8, GPUs add with fewer bits than fp32 has (docs/reference/linear.md).
 //                    multiply_boxes<type>(sums, outputs, rows of it, tokens) adds to the sums; multiply_end() stands behind a group of
 //                    those. After multiply_wait<n>(sums) all groups but the last n are done, and their boxes may be overwritten; the
 //                    sums may be read after multiply_wait<0>(sums). The order of additions of a value depends on nothing but the

@@ -13,7 +13,7 @@ CALLS = 3
 
 
 def check(program: Program) -> None:
-    """Refuses a program that is not correct in its world: see docs/dsl.md for what is found.
+    """Refuses a program that is not correct in its world: see docs/reference/dsl.md for what is found.
 
     Raises:
         ProgramError: It may hang, race, or give wrong results. The first error that was found; there may be more.

@@ -41,7 +41,7 @@ def explore(
     *,
     trace: str | os.PathLike[str] | None = None,
 ) -> Explored:
-    """Runs the kernel of a program on all ranks of its world under seeded schedules; see docs/dsl.md, "Schedules".
+    """Runs the kernel of a program on all ranks of its world under seeded schedules; see docs/reference/dsl.md.
 
     All ranks are threads of one emulator, which chooses who goes on at each access to memory, and delays and reorders
     stores as a GPU may. All of a schedule follows from its seed, on any machine: ``explore(program, schedules=1,
