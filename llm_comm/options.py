@@ -171,9 +171,9 @@ OPTIONS: dict[str, Option] = {
         Alike.OFF_COUNTS,
         "the ranks vote; multicast needs all of them",
         "Whether NVLink multicast may be used (docs/operate/multicast.md). ``auto``: where ``llm-comm tune "
-        "--multicast`` has made the tuning table on such a machine. ``1``: also without such a table, for algorithms that an option or "
-        "a row names. ``0``: never. ``NCCL_NVLS_ENABLE=0``, ``TORCH_SYMM_MEM_DISABLE_MULTICAST=1`` or "
-        "``NVSHMEM_DISABLE_NVLS=1`` turns it off whatever the option says.",
+        "--multicast`` has made the tuning table on such a machine. ``1``: also without such a table, for algorithms "
+        "that an option or a row names. ``0``: never. ``NCCL_NVLS_ENABLE=0``, ``TORCH_SYMM_MEM_DISABLE_MULTICAST=1`` "
+        "or ``NVSHMEM_DISABLE_NVLS=1`` turns it off whatever the option says.",
     ),
     "sum": Option(
         _one_of("rank_order", "any"),
@@ -274,7 +274,8 @@ OPTIONS: dict[str, Option] = {
         "ranks measure together",
         "How long engine integrations may measure at the start of an engine: linear layers (docs/reference/linear.md), "
         "and where no tuning table is of the machine sums (docs/operate/tuning.md), each for so long. ``auto``: 10 s "
-        "and 20 s, on GPUs of which each has one rank. 0: not at all, and what earlier starts have found counts for nothing.",
+        "and 20 s, on GPUs of which each has one rank. 0: not at all, and what earlier starts have found counts for "
+        "nothing.",
         of_engines=True,
     ),
     "all_gather": Option(
@@ -305,8 +306,8 @@ OPTIONS: dict[str, Option] = {
         _CALLS,
         "Whose RMSNorms follow the all-reduces in a batch-invariant mode: vLLM's "
         "(docs/engines/vllm.md#batch-invariant-serving) or SGLang's deterministic mode. ``engine``: the engine's, and "
-        "none is fused. ``llm_comm``: fused ones, at every message size; ``max_fused_bytes`` of the tuning table bounds "
-        "nothing. In any other mode engine integrations take the option for ``engine``.",
+        "none is fused. ``llm_comm``: fused ones, at every message size; ``max_fused_bytes`` of the tuning table "
+        "bounds nothing. In any other mode engine integrations take the option for ``engine``.",
     ),
     "batch_invariant_linear": Option(
         _one_of("engine", "llm_comm"),

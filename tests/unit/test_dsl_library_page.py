@@ -1,4 +1,4 @@
-"""docs/reference/dsl_library.md: a section and a drawing of each program, and a table that says what the programs do."""
+"""The library's part of docs/reference/dsl.md: a drawing of each program, and a table that says what they do."""
 
 from __future__ import annotations
 
