@@ -345,7 +345,7 @@ OPTIONS: dict[str, Option] = {
         Alike.YES,
         "a rank would release its workspace alone, and wait for the others",
         "Whether engine integrations give the memory of the workspaces back while the engine sleeps "
-        "(``Communicator.release``; docs/engines/vllm.md#sleep-mode, docs/engines/sglang.md#release-memory).",
+        "(``Communicator.release``; docs/engines/common.md#sleep-mode).",
         of_engines=True,
     ),
     "stats": Option(
