@@ -360,6 +360,67 @@ def test_the_cost_of_fewer_multiprocessors_is_that_of_the_file() -> None:
                 assert_shows(text, figures[operation])
 
 
+def tuned(*files: str) -> dict[tuple[str, int], tuple[float, float]]:
+    """Return the best time and NCCL's by operation and bytes of a part; of later files where several have a size."""
+    found = {}
+    for file in files:
+        report = load(file)
+        for run in report.get("runs", [report]):
+            for operation, sizes in run["operations"].items():
+                for size in sizes:
+                    best = min(candidate["us"] for candidate in size["candidates"])
+                    found[operation, size["bytes"]] = (best, size["nccl_us"])
+    return found
+
+
+@pytest.mark.parametrize(
+    ("index", "files"),
+    [
+        (0, ["2026-11-23_h200x2_tune.json"]),
+        (1, ["2026-11-26_h200x4_tune.json"]),
+        (2, ["2026-11-25_h100x2_tune.json", "2026-11-26_h100x2_tune.json"]),
+    ],
+)
+def test_gathers_and_scatters_show_what_was_measured(index: int, files: list[str]) -> None:
+    measured = tuned(*files)
+    shown = list(rows("docs/reference/all_gather.md", "How fast"))
+    starts = [number for number, row in enumerate(shown) if row[0] == "part"] + [len(shown)]
+    table = [row for row in shown[starts[index] : starts[index + 1]] if re.fullmatch(r"\d+[KM]", row[0])]
+    assert len(table) >= 6
+    for size, gather, symmetric, nccl, ratio, scatter, nccl_scatter, ratio_scatter in table:
+        us, of_nccl = measured["all_gather", byte_count(size)]
+        assert_shows(gather, us)
+        assert_shows(nccl, of_nccl)
+        best = us
+        if symmetric:
+            best_symmetric, _ = measured["all_gather of symmetric tensors", byte_count(size)]
+            assert_shows(symmetric, best_symmetric)
+            best = min(us, best_symmetric)
+        assert_shows(ratio, of_nccl / best)
+        us, of_nccl = measured["reduce_scatter", byte_count(size)]
+        assert_shows(scatter, us)
+        assert_shows(nccl_scatter, of_nccl)
+        assert_shows(ratio_scatter, of_nccl / us)
+
+
+def test_the_library_in_place_of_nccl_shows_what_was_measured() -> None:
+    arms = load("2026-11-25_h100x2_nccl_tests.json")["arms"]
+    times = {
+        arm: {(program, size): us for program, kind, graphs, size, us, *_ in runs if kind == "half" and graphs}
+        for arm, runs in arms.items()
+    }
+    shown = [row for row in rows("docs/reference/nccl.md", "Measured") if re.fullmatch(r"\d+[KM]", row[0])]
+    assert len(shown) >= 9
+    for size, *four in shown:
+        for text, operation in zip(four, ("all_reduce", "all_gather", "reduce_scatter", "broadcast"), strict=True):
+            if text == "NCCL's":
+                continue
+            ours, theirs = (times[arm][f"{operation}_perf", byte_count(size)] for arm in ("llm_comm", "nccl"))
+            assert_shows(text, ours)
+            assert_shows(text.partition("/")[2], theirs)
+            assert_shows(text.partition("(")[2], theirs / ours)
+
+
 def test_a_release_needs_the_tests() -> None:
     workflows = ROOT / ".github" / "workflows"
     jobs = yaml.safe_load((workflows / "release.yml").read_text(encoding="utf-8"))["jobs"]
