@@ -11,8 +11,12 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 PAGE = ROOT / "docs" / "engines" / "log_messages.md"
-#: Other pages that quote log lines in the first column of tables.
-QUOTING = ("docs/engines/common.md", "docs/quickstart.md")
+#: Pages that quote log lines. Those of docs/experiments quote the lines of their day.
+QUOTING = [
+    page
+    for page in (ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md")), ROOT / "bench_serving" / "README.md")
+    if "experiments" not in page.parts and page != PAGE
+]
 INTEGRATIONS = ROOT / "llm_comm" / "integrations"
 _LEVELS = ("info", "warning", "error", "critical", "exception")
 #: Stands for a value in a text of the code; a page has "..." for it.
@@ -73,7 +77,10 @@ def quoted(page: Path) -> list[str]:
 
 def fragments(line: str) -> list[str]:
     """Return the fixed parts of a quoted line that are long enough to be looked for."""
-    parts = (part.strip(" ;().,:") for part in re.split(r"\.\.\.+|ENGINE|\); |\d+", line))
+    parts = (
+        part.strip(" ;().,:")
+        for part in re.split(r"\.\.\.+|ENGINE|\); |: |\d+|\b[td]p\b|VMM|beside vllm| \(|one_shot", line)
+    )
     return [part for part in parts if len(part) > 3]
 
 
@@ -96,8 +103,13 @@ def test_the_code_has_each_line_of_the_page(line: str) -> None:
     assert [part for part in fragments(line) if part not in WORDS] == []
 
 
-@pytest.mark.parametrize("page", QUOTING)
-def test_lines_that_other_pages_quote(page: str) -> None:
-    lines = [line for line in quoted(ROOT / page) if line.startswith("llm_comm: ")]
-    assert lines
-    assert [part for line in lines for part in fragments(line) if part not in WORDS] == []
+def spans(page: Path) -> list[str]:
+    """Return the log lines that stand in code spans of ``page``."""
+    text = re.sub(r"```.*?```", "", page.read_text(encoding="utf-8"), flags=re.DOTALL)
+    found = [" ".join(span.split()) for span in re.findall(r"`([^`]+)`", text)]
+    return [span for span in found if re.match(r"llm_comm: |llm_comm fused |llm_comm computes |llm_comm .* is ", span)]
+
+
+@pytest.mark.parametrize("page", QUOTING, ids=lambda page: str(page.relative_to(ROOT)))
+def test_lines_that_other_pages_quote(page: Path) -> None:
+    assert [part for line in spans(page) for part in fragments(line) if part not in WORDS] == []
