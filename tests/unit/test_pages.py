@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import yaml
 
+import bench_serving.cli
 import llm_comm
 from llm_comm.cli.commands import build_parser
 from llm_comm.cli.engine_verdicts import ENGINES, Engine
@@ -155,33 +156,39 @@ def parsers(parser: argparse.ArgumentParser) -> dict[str, argparse.ArgumentParse
     return dict(subparsers[0].choices) if subparsers else {}
 
 
-def commands(page: Path) -> list[list[str]]:
-    """Return what stands behind ``llm-comm`` in code spans and code blocks of ``page``, in words."""
+def commands(page: Path, program: str) -> list[list[str]]:
+    """Return what stands behind ``program`` in code spans and code blocks of ``page``, in words."""
     text = page.read_text(encoding="utf-8")
     blocks = re.findall(r"```\w*\n(.*?)```", text, flags=re.DOTALL)
     spans = re.findall(r"`([^`]+)`", re.sub(r"```.*?```", "", text, flags=re.DOTALL))
-    lines = [line.partition(" #")[0] for block in blocks for line in block.splitlines()]
-    found = [
-        re.search(r"(?<![\w-])llm-comm (?:\w+-llm-comm )?([a-z][^;|)`]*)", " ".join(line.split()))
-        for line in [*lines, *spans]
-    ]
-    return [match[1].strip(" .`").split() for match in found if match]
+    joined = [re.sub(r"\\\\\n", " ", block) for block in blocks]
+    lines = [line.partition(" #")[0] for block in joined for line in block.splitlines()]
+    found = [re.search(rf"(?<![\w-]){program}([^;|)`]*)", " ".join(line.split())) for line in [*lines, *spans]]
+    return [match[1].strip(" .").split() for match in found if match]
+
+
+def unknown_flags(words: list[str], parser: argparse.ArgumentParser) -> set[str]:
+    flags = {word.partition("=")[0] for word in words if word.startswith("--") and len(word) > 2}
+    return flags - flags_of(parser)
 
 
 @pytest.mark.parametrize("page", CURRENT, ids=name)
 def test_commands_exist(page: Path) -> None:
     """Each ``llm-comm COMMAND --flag`` of a page is one that the command line takes."""
     wrong = []
-    for words in commands(page):
+    for words in commands(page, r"llm-comm (?:\w+-llm-comm )?(?=[a-z])"):
         parser, rest = build_parser(), list(words)
         while rest and parsers(parser) and rest[0] in parsers(parser):
             parser = parsers(parser)[rest.pop(0)]
-        if len(rest) == len(words):
-            wrong.append(words)
-        flags = {word.partition("=")[0] for word in rest if word.startswith("--") and len(word) > 2}
-        if not flags <= flags_of(parser):
+        if len(rest) == len(words) or unknown_flags(rest, parser):
             wrong.append(words)
     assert wrong == []
+
+
+@pytest.mark.parametrize("page", CURRENT, ids=name)
+def test_options_of_bench_serving_exist(page: Path) -> None:
+    found = commands(page, r"python -m bench_serving(?= )")
+    assert [words for words in found if unknown_flags(words, bench_serving.cli.parser())] == []
 
 
 @pytest.mark.parametrize("page", CURRENT, ids=name)

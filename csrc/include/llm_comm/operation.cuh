@@ -16,7 +16,7 @@
 // That A's lines "are armed" when A begins the next operation holds for B's stores too, though nothing that B reads is a
 // release: griddepcontrol.wait and the end of a grid promise that the stores of earlier grids are performed, and the
 // one place where A's own stores and those of its peers to A's memory are performed is the L2 of A. The PTX memory model
-// by itself does not order the two (docs/operate/failures.md).
+// by itself does not order the two (docs/develop/testing.md).
 //
 // Nothing in the argument depends on which block or thread handles a line, so sizes and grids may change from one
 // operation to the next. One slot would not do: B may end e before A has read what B sent in e.
