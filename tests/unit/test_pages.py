@@ -161,7 +161,7 @@ def commands(page: Path, program: str) -> list[list[str]]:
     text = page.read_text(encoding="utf-8")
     blocks = re.findall(r"```\w*\n(.*?)```", text, flags=re.DOTALL)
     spans = re.findall(r"`([^`]+)`", re.sub(r"```.*?```", "", text, flags=re.DOTALL))
-    joined = [re.sub(r"\\\\\n", " ", block) for block in blocks]
+    joined = [re.sub(r"\\\n", " ", block) for block in blocks]
     lines = [line.partition(" #")[0] for block in joined for line in block.splitlines()]
     found = [re.search(rf"(?<![\w-]){program}([^;|)`]*)", " ".join(line.split())) for line in [*lines, *spans]]
     return [match[1].strip(" .").split() for match in found if match]
