@@ -1,4 +1,4 @@
-"""An all-gather in Python, checked, compiled, compared with the library's own, and timed: docs/dsl_tutorial.md.
+"""An all-gather in Python, checked, compiled, compared with the library's own, and timed: docs/reference/dsl.md.
 
     torchrun --standalone --nproc-per-node 2 examples/dsl_all_gather.py
 

@@ -59,7 +59,7 @@ class Communicator(Sums, GatherScatter, LinearLayers):
 
     Args:
         group: Process group over gloo or NCCL, one device for each rank: 1 to 8 processes of this machine, or as many
-            on each of several machines. docs/nodes.md lists what is available on one machine only.
+            on each of several machines. docs/operate/nodes.md lists what is available on one machine only.
         device: CUDA device of this rank, or ``"cpu"`` for an emulated GPU on CPU tensors. None takes the current CUDA
             device; without a GPU or CUDA kernels in the build, an emulated one.
         config: Options, equal on all ranks. None loads them (``Config.load``).
@@ -224,7 +224,7 @@ class Communicator(Sums, GatherScatter, LinearLayers):
     def channels(
         self, memory: torch.Tensor | None = None, *, semaphores: int = 16, code: str | bytes | None = None
     ) -> Channels:
-        """Open channels to every other rank, for user kernels (docs/own_kernels.md). Collective.
+        """Open channels to every other rank, for user kernels (docs/reference/own_kernels.md). Collective.
 
         The proxy thread of port channels runs from this call on.
 
@@ -336,12 +336,12 @@ class Communicator(Sums, GatherScatter, LinearLayers):
         """Raise the CommunicatorError of an earlier call that failed. Does not synchronize with the device.
 
         If CUDA graphs hold operations, also check whether replays overlapped with other operations
-        (docs/reliability.md).
+        (docs/operate/failures.md).
         """
         self._handle.check(look_at_order=True)
 
     def stats(self) -> Stats:
-        """Return this rank's counts of calls, declined inputs and ended operations (docs/statistics.md).
+        """Return this rank's counts of calls, declined inputs and ended operations (docs/operate/statistics.md).
 
         Any thread may call this, on one rank alone, and after ``close``.
         """
@@ -376,8 +376,8 @@ class Communicator(Sums, GatherScatter, LinearLayers):
 
     @property
     def programs(self) -> Mapping[str, Kernels]:
-        """DSL programs compiled for this communicator, by the names that options and tables use (docs/dsl.md). Equal on
-        all ranks."""
+        """DSL programs compiled for this communicator (docs/reference/dsl.md), by the names that options and tables
+        use. Equal on all ranks."""
         return MappingProxyType(self._planner.programs)
 
     @property
@@ -392,7 +392,7 @@ class Communicator(Sums, GatherScatter, LinearLayers):
 
     @property
     def nodes(self) -> int:
-        """Number of nodes of the ranks (docs/nodes.md)."""
+        """Number of nodes of the ranks (docs/operate/nodes.md)."""
         return 1 if self._multi_node is None else self._multi_node.nodes
 
     @property

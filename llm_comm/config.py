@@ -25,7 +25,7 @@ _RESERVED = re.compile(
     r"CONFIG"
     # Variables of this project's tests and benchmarks for their own processes.
     r"|(TEST|BENCH)_\w+"
-    # Variables of the NCCL library only (csrc/nccl, docs/nccl.md).
+    # Variables of the NCCL library only (csrc/nccl, docs/reference/nccl.md).
     r"|NCCL_(DEBUG|LIBRARY)"
     # Directory of compiled DSL programs (llm_comm/dsl/compiler/cache.py).
     r"|CACHE_DIR"

@@ -94,7 +94,9 @@ def get_library_dir() -> str:
 
 
 def nccl_library(emulated: bool = False) -> str:
-    """Return the path of the NCCL-compatible library (docs/nccl.md), for ``LD_PRELOAD`` or ``VLLM_NCCL_SO_PATH``.
+    """Return the path of the NCCL-compatible library, for ``LD_PRELOAD`` or ``VLLM_NCCL_SO_PATH``.
+
+    docs/reference/nccl.md describes the library.
 
     Args:
         emulated: Return the library over emulated GPUs, for tests. Pointers are host pointers, streams are ignored.

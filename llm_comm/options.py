@@ -170,10 +170,10 @@ OPTIONS: dict[str, Option] = {
         _one_of("auto", "0", "1"),
         Alike.OFF_COUNTS,
         "the ranks vote; multicast needs all of them",
-        "Whether NVLink multicast may be used (docs/multicast.md). ``auto``: where ``llm-comm tune --multicast`` has "
-        "made the tuning table on such a machine. ``1``: also without such a table, for algorithms that an option or "
-        "a row names. ``0``: never. ``NCCL_NVLS_ENABLE=0``, ``TORCH_SYMM_MEM_DISABLE_MULTICAST=1`` or "
-        "``NVSHMEM_DISABLE_NVLS=1`` turns it off whatever the option says.",
+        "Whether NVLink multicast may be used (docs/operate/multicast.md). ``auto``: where ``llm-comm tune "
+        "--multicast`` has made the tuning table on such a machine. ``1``: also without such a table, for algorithms "
+        "that an option or a row names. ``0``: never. ``NCCL_NVLS_ENABLE=0``, ``TORCH_SYMM_MEM_DISABLE_MULTICAST=1`` "
+        "or ``NVSHMEM_DISABLE_NVLS=1`` turns it off whatever the option says.",
     ),
     "sum": Option(
         _one_of("rank_order", "any"),
@@ -226,7 +226,8 @@ OPTIONS: dict[str, Option] = {
         Alike.YES,
         "grids and tiles would differ: wrong sums by HB algorithms",
         "Maximum thread blocks of an operation of 1 MiB or more. Bounds the multiprocessors that a collective takes "
-        "from a computation beside it. Its cost: docs/tuning.md#fewer-multiprocessors. None: as the tuning table says.",
+        "from a computation beside it. Its cost: docs/operate/tuning.md#fewer-multiprocessors. None: as the tuning "
+        "table says.",
     ),
     "algorithm": Option(
         Kind(
@@ -239,7 +240,7 @@ OPTIONS: dict[str, Option] = {
         _KERNELS,
         "``auto`` selects by the tuning table. A name forces that algorithm at every size, for each operation that has "
         "it; other operations use the table. ``dsl:NAME``: a program, for the calls of its operation that it serves "
-        "(docs/dsl.md#select-a-program).",
+        "(docs/reference/dsl.md#select-a-program).",
     ),
     "pdl": Option(
         _BOOLEAN,
@@ -260,8 +261,8 @@ OPTIONS: dict[str, Option] = {
         Alike.YES,
         _CALLS,
         "Whether engine integrations compute the linear layer before a fused all-reduce with llm_comm too "
-        "(docs/linear.md). ``auto``: where it is faster, as the tuning table says, or as measured at start. True: "
-        "wherever it is served; ``pdl`` is then on in engines too, unless it was chosen.",
+        "(docs/reference/linear.md). ``auto``: where it is faster, as the tuning table says, or as measured at start. "
+        "True: wherever it is served; ``pdl`` is then on in engines too, unless it was chosen.",
     ),
     "tune_at_start": Option(
         Kind(
@@ -271,23 +272,24 @@ OPTIONS: dict[str, Option] = {
         ),
         Alike.YES,
         "ranks measure together",
-        "How long engine integrations may measure at the start of an engine: linear layers (docs/linear.md), and "
-        "where no tuning table is of the machine sums (docs/tuning.md), each for so long. ``auto``: 10 s and 20 s, on "
-        "GPUs of which each has one rank. 0: not at all, and what earlier starts have found counts for nothing.",
+        "How long engine integrations may measure at the start of an engine: linear layers (docs/reference/linear.md), "
+        "and where no tuning table is of the machine sums (docs/operate/tuning.md), each for so long. ``auto``: 10 s "
+        "and 20 s, on GPUs of which each has one rank. 0: not at all, and what earlier starts have found counts for "
+        "nothing.",
         of_engines=True,
     ),
     "all_gather": Option(
         _BOOLEAN,
         Alike.YES,
         _CALLS,
-        "Whether engine integrations gather with llm_comm (docs/all_gather.md).",
+        "Whether engine integrations gather with llm_comm (docs/reference/all_gather.md).",
         of_engines=True,
     ),
     "reduce_scatter": Option(
         _BOOLEAN,
         Alike.YES,
         _CALLS,
-        "Whether engine integrations reduce-scatter with llm_comm (docs/all_gather.md).",
+        "Whether engine integrations reduce-scatter with llm_comm (docs/reference/all_gather.md).",
         of_engines=True,
     ),
     "deterministic": Option(
@@ -295,17 +297,17 @@ OPTIONS: dict[str, Option] = {
         Alike.YES,
         "with ``sum`` any, some ranks alone would use the NVLink switch",
         "Whether llm_comm also sums in SGLang's deterministic mode, in place of NCCL "
-        "(docs/sglang.md#deterministic-inference). Sums are accumulated in rank order with it and without it, unless "
-        "``sum`` is ``any``.",
+        "(docs/engines/sglang.md#deterministic-inference). Sums are accumulated in rank order with it and without it, "
+        "unless ``sum`` is ``any``.",
     ),
     "batch_invariant_norm": Option(
         _one_of("engine", "llm_comm"),
         Alike.YES,
         _CALLS,
         "Whose RMSNorms follow the all-reduces in a batch-invariant mode: vLLM's "
-        "(docs/vllm.md#batch-invariant-serving) or SGLang's deterministic mode. ``engine``: the engine's, and none is "
-        "fused. ``llm_comm``: fused ones, at every message size; ``max_fused_bytes`` of the tuning table bounds "
-        "nothing. In any other mode engine integrations take the option for ``engine``.",
+        "(docs/engines/vllm.md#batch-invariant-serving) or SGLang's deterministic mode. ``engine``: the engine's, and "
+        "none is fused. ``llm_comm``: fused ones, at every message size; ``max_fused_bytes`` of the tuning table "
+        "bounds nothing. In any other mode engine integrations take the option for ``engine``.",
     ),
     "batch_invariant_linear": Option(
         _one_of("engine", "llm_comm"),
@@ -320,7 +322,7 @@ OPTIONS: dict[str, Option] = {
         Alike.YES,
         _CALLS,
         "Whether engine integrations use features whose functions in this release of the engine are there but were not "
-        "tested (docs/troubleshooting.md#an-engine-that-is-newer). The all-reduce does not depend on it.",
+        "tested (docs/operate/troubleshooting.md#an-engine-that-is-newer). The all-reduce does not depend on it.",
         of_engines=True,
     ),
     "debug": Option(
@@ -328,8 +330,8 @@ OPTIONS: dict[str, Option] = {
         Alike.YES,
         "a rank would wait for calls that the others do not send",
         "The ranks compare each call before they run it, and two operations at once are noticed: MismatchError and "
-        "ConcurrentUseError in place of wrong sums (docs/reliability.md#when-ranks-disagree). Always on where GPUs "
-        "are emulated.",
+        "ConcurrentUseError in place of wrong sums (docs/operate/failures.md#when-ranks-disagree). Always on where "
+        "GPUs are emulated.",
     ),
     "share_gpu": Option(
         _BOOLEAN,
@@ -343,7 +345,7 @@ OPTIONS: dict[str, Option] = {
         Alike.YES,
         "a rank would release its workspace alone, and wait for the others",
         "Whether engine integrations give the memory of the workspaces back while the engine sleeps "
-        "(``Communicator.release``; docs/vllm.md#sleep-mode, docs/sglang.md#release-memory).",
+        "(``Communicator.release``; docs/engines/common.md#sleep-mode).",
         of_engines=True,
     ),
     "stats": Option(
@@ -355,8 +357,8 @@ OPTIONS: dict[str, Option] = {
         Alike.NO,
         _OWN_LOG,
         "Whether engine integrations log the statistics of llm_comm, at the end and on SIGUSR2, and give them to "
-        "prometheus_client (docs/statistics.md). A port: they also serve them to Prometheus, each process of an engine "
-        "at this port plus its rank. ``Communicator.stats`` needs no option.",
+        "prometheus_client (docs/operate/statistics.md). A port: they also serve them to Prometheus, each process of "
+        "an engine at this port plus its rank. ``Communicator.stats`` needs no option.",
         of_engines=True,
     ),
     "stats_host": Option(
@@ -372,7 +374,7 @@ OPTIONS: dict[str, Option] = {
         _BOOLEAN,
         Alike.OFF_COUNTS,
         "the ranks of an engine vote",
-        "Whether engine integrations serve groups whose ranks are on several nodes (docs/nodes.md). A "
+        "Whether engine integrations serve groups whose ranks are on several nodes (docs/operate/nodes.md). A "
         "``Communicator`` of your own does so without it.",
         of_engines=True,
     ),
@@ -391,15 +393,15 @@ OPTIONS: dict[str, Option] = {
         _one_of("auto", "nccl", "gloo", "ucx"),
         Alike.YES,
         "nodes could not exchange data",
-        "What carries data between nodes (docs/nodes.md#what-carries-the-data). ``auto``: NCCL on GPUs, gloo where "
-        "GPUs are emulated or shared by ranks. ``ucx``: UCX, with port channels; it has to be installed.",
+        "What carries data between nodes (docs/operate/nodes.md#what-carries-the-data). ``auto``: NCCL on GPUs, gloo "
+        "where GPUs are emulated or shared by ranks. ``ucx``: UCX, with port channels; it has to be installed.",
     ),
     "table": Option(
         Kind(str, lambda v: v is None or _is_path(v), "path of a tuning table"),
         Alike.CONTENT,
         _KERNELS,
         "Tuning table to use in place of one that ``llm-comm tune --install`` has written or that is shipped "
-        "(docs/tuning.md#which-table-a-start-takes).",
+        "(docs/operate/tuning.md#which-table-a-start-takes).",
     ),
     "dsl": Option(
         Kind(
@@ -410,7 +412,7 @@ OPTIONS: dict[str, Option] = {
         Alike.YES,
         "programs are compiled by all ranks together",
         "Programs of ``llm_comm.dsl`` to import, check and compile when a communicator is made: ``algorithm`` and "
-        "tables can name them then, as ``dsl:program`` (docs/dsl.md#select-a-program).",
+        "tables can name them then, as ``dsl:program`` (docs/reference/dsl.md#select-a-program).",
     ),
     "dsl_max_bytes": Option(
         Kind(parse_size, lambda v: is_int(v) and 1 <= v <= 4096 * MIB, f"bytes, 1 to 4 GiB ({_AS_TEXT})"),

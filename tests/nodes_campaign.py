@@ -3,7 +3,7 @@
     python tests/nodes_campaign.py --cases 500 --seed 7
     UCX_TLS=tcp python tests/nodes_campaign.py --transport ucx
 
-Each layout of nodes_cases.py makes as many calls, each compared bitwise with what docs/nodes.md promises.
+Each layout of nodes_cases.py makes as many calls, each compared bitwise with what docs/operate/nodes.md promises.
 """
 
 from __future__ import annotations

@@ -1,11 +1,11 @@
-"""A small model of an all-reduce over several nodes: the three phases of docs/nodes.md beside NCCL over all ranks.
+"""A small model of an all-reduce over several nodes: the phases of docs/operate/nodes.md beside NCCL over all ranks.
 
     python tools/nodes_model.py --json docs/results/nodes_model.json --plot docs/results/nodes_model.png
 
 Alpha-beta: a step takes a latency, and its bytes over a bandwidth. What goes in:
 
 - In the node: all-gather and reduce-scatter as measured on 4 GPUs (``IN_NODE``), fitted, and carried over to 8. The
-  bytes follow by arithmetic, the latency by the ratio that all-reduce has (``docs/performance.md``).
+  bytes follow by arithmetic, the latency by the ratio that all-reduce has (``docs/reference/performance.md``).
 - NCCL: the cost model by which NCCL itself selects (``src/graph/tuning.cc`` of NVIDIA/nccl, commit 01afd20): latencies
   of its algorithms and protocols, and what share of the bandwidth each has. NCCL takes the fastest, and so does this.
 - The network: 46 to 48 GB/s of each card of 400 Gb/s under NCCL (NVIDIA/nccl-tests, issue 290).

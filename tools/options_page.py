@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import dataclasses
 import re
+import textwrap
 from pathlib import Path
 
 from llm_comm.config import EngineOptions
-from llm_comm.options import MIB, OPTIONS, Option
+from llm_comm.options import MIB, OPTIONS, Option, parse_size
 
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "options.md"
 _HEAD = """\
@@ -23,57 +24,72 @@ An option can be set in four places. Later places override earlier ones:
 
 1. the default;
 2. the YAML file that `LLM_COMM_CONFIG` names, with lines `option: value`;
-3. the environment variable `LLM_COMM_` and the option's name in capitals, such as `LLM_COMM_TIMEOUT_S=5`;
-4. the argument of `llm_comm.Config(...)`; in vLLM `additional_config["llm_comm"]`.
+3. the environment variable, such as `LLM_COMM_TIMEOUT_S=5`;
+4. in Python the argument of `llm_comm.Config(...)`; in vLLM `additional_config["llm_comm"]`.
 
-- Sizes may be written as `64M`. An empty variable counts as not set. `llm-comm doctor` shows where each value comes
-  from.
-- An unknown option or `LLM_COMM_*` variable is an error in Python and on the command line.
-- In an engine an unknown name is a warning, which says what may be meant: the engine starts. So it also starts with an
-  older llm_comm and the settings of a newer one. That holds for variables, the file, and vLLM's `additional_config`.
-- A value that is not allowed is an error everywhere, in an engine on all ranks: without it, sums could have other bits
-  than was asked for. Take such a value out before you go back to a version that does not know it.
+Rules for all options:
+
+- Sizes may be written as `64M`. An empty variable counts as not set.
+- `llm-comm doctor` shows each value and where it comes from.
+- An unknown option or `LLM_COMM_*` variable is an error in Python and on the command line. In an engine it is a
+  warning, so an older llm_comm starts with the settings of a newer one.
+- A value that is not allowed is an error everywhere. An engine does not start with it.
 - Only engine integrations read the [options of engines](#options-of-engines). A `Communicator` of your own ignores
   them in the file and the environment, and `llm_comm.Config(...)` does not take them.
-- **Alike on all ranks** says whether all ranks of a group must have the same value. `yes`: the values are compared when
-  a communicator is made. Where they differ, all ranks raise one `RendezvousError` with option, values and ranks (in an
-  engine: a warning, and the engine's own collectives are used).
+- **Ranks must agree: yes** means that the values are compared when a communicator is made. A difference is one
+  `RendezvousError` on all ranks, with option, values and ranks. In an engine it is a warning, and the engine uses its
+  own collectives.
 
 ## Options of a communicator
-
 """
-_ENGINES = "\n## Options of engines\n\n"
-_COLUMNS = """\
-| option | values | default | alike on all ranks | meaning |
-|---|---|---|---|---|
-"""
-_WHY = """
-## Why ranks must be alike
-
-| option | alike on all ranks | reason |
-|---|---|---|
-"""
+_ENGINES = "\n## Options of engines\n"
 
 
 def page() -> str:
-    """The page."""
-    tables = [_table(of_engines) for of_engines in (False, True)]
-    reasons = "".join(
-        f"| `{name}` | {option.alike.value} | {_markdown(option.why)} |\n" for name, option in OPTIONS.items()
-    )
-    return _HEAD + _ENGINES.join(tables) + _WHY + reasons
+    """Return the text of the page."""
+    return _HEAD + _ENGINES.join(_sections(of_engines) for of_engines in (False, True))
 
 
-def _table(of_engines: bool) -> str:
+def _sections(of_engines: bool) -> str:
     defaults = {field.name: field.default for field in dataclasses.fields(EngineOptions)}
     options = ((name, option) for name, option in OPTIONS.items() if option.of_engines == of_engines)
-    return _COLUMNS + "".join(_row(name, option, defaults[name]) for name, option in options)
+    return "".join(_section(name, option, defaults[name]) for name, option in options)
 
 
-def _row(name: str, option: Option, default: object) -> str:
-    values = option.kind.values_on_page or option.kind.valid_values
-    cells = (f"`{name}`", _markdown(values), _default(default), option.alike.value, _markdown(option.meaning))
-    return f"| {' | '.join(cells)} |\n"
+def _section(name: str, option: Option, default: object) -> str:
+    return f"""
+### `{name}`
+
+{_wrapped(option.meaning)}
+
+- Variable: `LLM_COMM_{name.upper()}`
+- Type: {_type(option)}
+- Values: {_markdown(_values(option))}
+- Default: `{_default(default)}`
+- Ranks must agree: {option.alike.value}
+- Reason: {_markdown(option.why)}
+"""
+
+
+def _wrapped(text: str) -> str:
+    return textwrap.fill(_markdown(text), 120, break_long_words=False, break_on_hyphens=False)
+
+
+def _values(option: Option) -> str:
+    return option.kind.values_on_page or option.kind.valid_values
+
+
+def _type(option: Option) -> str:
+    parse, values = option.kind.parse, _values(option)
+    if parse is parse_size:
+        return "size in bytes"
+    if parse in (int, float):
+        return "integer" if parse is int else "number"
+    if values.startswith("true or false"):
+        return "boolean or port" if "port" in values else "boolean"
+    if values.startswith("'"):
+        return "choice"
+    return "path" if values.startswith("path") else "text"
 
 
 def _default(value: object) -> str:
@@ -87,8 +103,8 @@ def _default(value: object) -> str:
 
 
 def _markdown(text: str) -> str:
-    """Names of pages become links, and literals have one backtick."""
-    return re.sub(r"docs/(([a-z_]+)\.md(?:#[\w-]+)?)", r"[\2.md](\1)", text.replace("``", "`"))
+    """Turn names of pages into links, and double backticks into single ones."""
+    return re.sub(r"docs/((?:[a-z]+/)?([a-z_]+)\.md(?:#[\w-]+)?)", r"[\2.md](\1)", text.replace("``", "`"))
 
 
 if __name__ == "__main__":

@@ -1,4 +1,7 @@
-"""DSL for collectives: programs written in Python, checked for errors, and compiled to one kernel; see docs/dsl.md."""
+"""DSL for collectives: programs written in Python, checked for errors, and compiled to one kernel.
+
+docs/reference/dsl.md describes it.
+"""
 
 from __future__ import annotations
 

@@ -183,7 +183,7 @@ def compile(
             otherwise they are in the text of a RendezvousError.
         CompileError: No kernel exists for an operation of the program.
         ValueError: A number, or the world of the program, does not fit.
-        ConfigError: Another user could have put code into the directory of compiled kernels (docs/dsl.md).
+        ConfigError: Another user could have put code into the directory of compiled kernels (docs/reference/dsl.md).
         ModuleNotFoundError: cupy, which compiles for GPUs, is not installed.
         RuntimeError: There is no compiler for emulated GPUs, or the communicator is closed.
     """

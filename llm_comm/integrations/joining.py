@@ -29,7 +29,7 @@ ENGINE_TIMEOUT_S = 600.0
 #: waited for is an import and the reading of a file. Who is not there by then has no llm_comm, or it is switched off.
 JOIN_TIMEOUT_S = 120.0
 
-_HOW_TO_SPAN_NODES = "LLM_COMM_MULTI_NODE=1 on all ranks serves groups over several nodes, docs/nodes.md"
+_HOW_TO_SPAN_NODES = "LLM_COMM_MULTI_NODE=1 on all ranks serves groups over several nodes, docs/operate/nodes.md"
 
 # ASCII characters of what a rank can say in a vote: they fit in a message of the rendezvous, also if all are escaped.
 _MAX_WORD = 600

@@ -1,1 +1,1 @@
-"""Hierarchical collectives for groups whose ranks are on several nodes (docs/nodes.md)."""
+"""Hierarchical collectives for groups whose ranks are on several nodes (docs/operate/nodes.md)."""

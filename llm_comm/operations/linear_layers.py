@@ -60,8 +60,8 @@ class LinearLayers:
         care.
 
         FP8 (float8_e4m3fn) goes with scales: ``x_scale * (weight_scale * sum) + bias`` in fp32 is rounded to
-        ``out_dtype``. On GPUs the sum has fewer bits than fp32 then (docs/linear.md). ``weight_scale`` and ``bias`` are
-        read as early as the weight.
+        ``out_dtype``. On GPUs the sum has fewer bits than fp32 then (docs/reference/linear.md).
+        ``weight_scale`` and ``bias`` are read as early as the weight.
 
         Args:
             x: [..., inputs], contiguous, bfloat16, float16 or float8_e4m3fn, 1 to 64 rows, on this communicator's
@@ -535,8 +535,8 @@ class LinearLayers:
         """Whether an engine is to compute a layer of this shape by ``linear`` and its kin, in place of its own kernel.
 
         As ``Config.fuse_linear`` says: ``"auto"`` where the tuning table has measured that it is faster, with ``pdl``
-        as it is now, or of a layer that it has not where its size says so (docs/linear.md); True for every shape that
-        is served; False for none. The same on all ranks.
+        as it is now, or of a layer that it has not where its size says so (docs/reference/linear.md); True for every
+        shape that is served; False for none. The same on all ranks.
 
         Args:
             outputs, inputs: Of the weight of this rank.

@@ -326,7 +326,7 @@ def _with_few_blocks(
 ) -> _Chosen:
     """Under ``max_blocks``, replace a choice with more blocks by an HB algorithm with large chunks, if there is one.
 
-    A few blocks carry several times as much by HB as by LL (docs/tuning.md).
+    A few blocks carry several times as much by HB as by LL (docs/operate/tuning.md).
     """
     if not _is_bound(chosen.choice, problem, config):
         return chosen

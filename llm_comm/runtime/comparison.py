@@ -92,7 +92,7 @@ def compare_tables(rendezvous: Rendezvous, table: TuningTable) -> None:
         "have different tuning tables",
         [digest for digest, _ in found],
         shown=[f"{digest}, {origin}" for digest, origin in found],
-        to_do="give all ranks the same option table, or the same home or LLM_COMM_TABLE_DIR (docs/tuning.md)",
+        to_do="give all ranks the same option table, or the same home or LLM_COMM_TABLE_DIR (docs/operate/tuning.md)",
     )
 
 

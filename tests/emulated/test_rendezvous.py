@@ -138,7 +138,7 @@ def test_different_directories_of_tuning_tables(ranks: RankPool, tmp_path: Path,
     assert f"), {origin[kind]} on rank 1, " in text
     assert f"), user's directory {paths[1]} on ranks 0, 2; give all ranks" in text
     assert text.endswith(
-        "give all ranks the same option table, or the same home or LLM_COMM_TABLE_DIR (docs/tuning.md)"
+        "give all ranks the same option table, or the same home or LLM_COMM_TABLE_DIR (docs/operate/tuning.md)"
     )
 
 

@@ -1,4 +1,4 @@
-"""An algorithm of one's own: one file and one row, from which all follows (docs/architecture.md)."""
+"""An algorithm of one's own: one file and one row, from which all follows (docs/develop/architecture.md)."""
 
 from __future__ import annotations
 

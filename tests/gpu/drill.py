@@ -1,4 +1,4 @@
-"""Ranks that die, stall, disagree and use several streams and groups: does each fault end as docs/reliability.md says?
+"""Ranks that die, stall, disagree, use several streams and groups: do faults end as docs/operate/failures.md says?
 
     python tests/gpu/drill.py --world 4
 

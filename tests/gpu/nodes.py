@@ -7,7 +7,7 @@
     torchrun --standalone --nproc-per-node 4 tests/gpu/nodes.py --nodes 2 --chunk-bytes 1048576   # in chunks
 
 All-reduces, also with a norm where nodes have several ranks, all-gathers and reduce-scatters of many sizes and types,
-eager and, but for gloo, in a CUDA graph that is replayed with other inputs, each bitwise what docs/nodes.md promises.
+eager and, but for gloo, in a CUDA graph that is replayed with other inputs, each bitwise as docs/operate/nodes.md says.
 Messages of every size are served, however the table bounds them. ``--bench``: microseconds a call in a graph,
 aligned (llm_comm.bench.timing), beside the all_reduce of torch. That says little of real nodes: NVLink, or
 PCIe, is in place of a network.

@@ -21,7 +21,7 @@ from user_kernels import nvcc_path
 import llm_comm
 from llm_comm import emulated
 
-#: cupy first, which is what docs/own_kernels.md recommends.
+#: cupy first, which is what docs/reference/own_kernels.md recommends.
 COMPILERS = ("cupy", "nvrtc", "nvcc")
 
 

@@ -1,5 +1,5 @@
 // An example: an operation and an algorithm for it, in one file. With its row in registry.def it is built, planned,
-// listed and tested like those of the library (docs/architecture.md, "Add an algorithm").
+// listed and tested like those of the library (docs/develop/architecture.md, "Add an algorithm").
 //
 // Broadcast: every rank gets what the root has put in. Direct (LL): the root sends each line to every rank itself, one
 // hop. Slot: [sender][line], as LLSession divides it; all but the root use their first line only.

@@ -57,7 +57,7 @@ def test_stages() -> None:
     """Released images of the engines, in versions that have been measured on GPUs."""
     images = {name: image for name, (image, _) in stages().items()}
     assert images == {"vllm": "vllm/vllm-openai:v0.26.0", "sglang": "lmsysorg/sglang:v0.5.17"}
-    troubleshooting = (REPOSITORY / "docs" / "troubleshooting.md").read_text(encoding="utf-8")
+    troubleshooting = (REPOSITORY / "docs" / "operate" / "troubleshooting.md").read_text(encoding="utf-8")
     for image in images.values():
         assert image.partition(":v")[2] in troubleshooting
 

@@ -957,7 +957,7 @@ def test_every_kind_of_error_is_met() -> None:
     assert len(BROKEN) >= 40
 
 
-PAGE = Path(__file__).parents[2] / "docs" / "dsl.md"
+PAGE = Path(__file__).parents[2] / "docs" / "reference" / "dsl.md"
 
 
 def test_the_page_shows_what_is_found(tmp_path: Path) -> None:

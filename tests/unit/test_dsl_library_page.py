@@ -1,4 +1,4 @@
-"""docs/dsl_library.md: a section and a drawing of each program, and a table that says what the programs do."""
+"""The library's part of docs/reference/dsl.md: a drawing of each program, and a table that says what they do."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from llm_comm.dsl.compiler.runs import runs_of
 from llm_comm.dsl.compiler.source import is_moved
 from llm_comm.dsl.programs import ProgramText
 
-DOCS = Path(__file__).parents[2] / "docs"
-PAGE = (DOCS / "dsl_library.md").read_text(encoding="utf-8")
+DOCS = Path(__file__).parents[2] / "docs" / "reference"
+PAGE = (DOCS / "dsl.md").read_text(encoding="utf-8")
 #: Blocks and threads of one multiprocessor each, as on an H100.
 INSTANCES, THREADS = 132, 512
 
@@ -55,7 +55,7 @@ def test_the_table_says_what_a_program_does(text: ProgramText) -> None:
 
 @pytest.mark.parametrize("text", library.PROGRAMS, ids=lambda text: text.name)
 def test_each_program_has_a_section_with_its_drawing(text: ProgramText) -> None:
-    section = re.search(rf"^## `{text.name}`\n(.*?)(?=^## |\Z)", PAGE, flags=re.MULTILINE | re.DOTALL)
+    section = re.search(rf"^### `{text.name}`\n(.*?)(?=^##|\Z)", PAGE, flags=re.MULTILINE | re.DOTALL)
     assert section is not None
     ((world, file),) = re.findall(r"!\[\w+ of (\d) ranks\]\((.*?)\)", section[1])
     assert (DOCS / file).read_text(encoding="utf-8") == dsl.draw(text.build(int(world)))

@@ -137,7 +137,7 @@ def test_supported_versions(engine: Engine, versions: list[str], supported: bool
 
 @pytest.mark.parametrize("engine", ENGINES, ids=lambda engine: engine.name)
 def test_documents_and_package_agree(engine: Engine) -> None:
-    document = (REPOSITORY / "docs" / f"{engine.package}.md").read_text(encoding="utf-8")
+    document = (REPOSITORY / "docs" / "engines" / f"{engine.package}.md").read_text(encoding="utf-8")
     assert re.search(rf"Supported: {engine.name} {engine.oldest} to {engine.newest} ", document)
     assert f"`{engine.allowed}=" in document
     project = (REPOSITORY / "pyproject.toml").read_text(encoding="utf-8")

@@ -29,7 +29,7 @@ from raw_kernel import compile_by_nvcc, compile_by_nvrtc, find_nvrtc  # noqa: E4
 from user_kernels import nvcc_path  # noqa: E402
 
 ARCH = "sm_90"
-#: Those that docs/own_kernels.md names.
+#: Those that docs/reference/own_kernels.md names.
 HEADERS = (
     "channels.cuh",
     "line.cuh",

@@ -1,7 +1,8 @@
-"""The pages: their links lead somewhere, every result file is cited and exists, and tables say what the files say."""
+"""Pages: links lead somewhere, what they name is in the code, result files are cited, and tables show their figures."""
 
 from __future__ import annotations
 
+import argparse
 import functools
 import json
 import re
@@ -11,6 +12,12 @@ from typing import Any
 
 import pytest
 import yaml
+
+import bench_serving.cli
+import llm_comm
+from llm_comm.cli.commands import build_parser
+from llm_comm.cli.engine_verdicts import ENGINES, Engine
+from llm_comm.options import OPTIONS
 
 ROOT = Path(__file__).parents[2]
 RESULTS = ROOT / "docs" / "results"
@@ -75,7 +82,7 @@ def test_lines_of_prose_are_not_too_long(page: Path) -> None:
 
 _SOURCE = re.compile(r"`((?:\w+/)+\w+\.(?:py|cuh|cu|h|cpp|def|cmake))`")
 #: Pages that name sources of engines too, or those of the day.
-_NAMES_OTHER_SOURCES = ("docs/vllm.md", "docs/sglang.md", "docs/experiments/")
+_NAMES_OTHER_SOURCES = ("docs/engines/vllm.md", "docs/engines/sglang.md", "docs/experiments/")
 
 
 @pytest.mark.parametrize("page", [page for page in PAGES if not name(page).startswith(_NAMES_OTHER_SOURCES)], ids=name)
@@ -91,9 +98,124 @@ def test_every_result_file_is_cited_and_exists() -> None:
     assert cited == {path.name for path in RESULTS.iterdir()}
 
 
-@pytest.mark.parametrize(("page", "limit"), [("README.md", 150), ("docs/performance.md", 250)])
-def test_pages_that_people_read_first_are_short(page: str, limit: int) -> None:
-    assert len((ROOT / page).read_text(encoding="utf-8").splitlines()) < limit
+def test_the_readme_is_short() -> None:
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    assert len(text.splitlines()) <= 120
+    assert len(text.split()) <= 1300
+
+
+def test_no_page_is_too_long() -> None:
+    """docs/experiments keep all that was tried; the other pages are for people who want an answer."""
+    words = {
+        name(page): len(page.read_text(encoding="utf-8").split())
+        for page in (ROOT / "docs").rglob("*.md")
+        if "experiments" not in page.parts
+    }
+    assert {page: count for page, count in words.items() if count > 3500} == {}
+    assert sum(words.values()) <= 38_000
+
+
+# ---- What pages name -------------------------------------------------------------------------------------------
+
+CODE = [
+    path
+    for folder in ("llm_comm", "csrc", "tests", "tools", "cmake", "bench_serving", "examples", "configs", "container")
+    for path in sorted((ROOT / folder).rglob("*"))
+    if path.suffix in (".py", ".cuh", ".cu", ".h", ".cpp", ".def", ".cmake", ".yaml", ".sh") and path.is_file()
+] + [ROOT / "CMakeLists.txt", ROOT / "Makefile", ROOT / "pyproject.toml", *(ROOT / ".github").rglob("*.yml")]
+#: Pages whose commands and options are those of today.
+CURRENT = [page for page in PAGES if "experiments" not in page.parts and page.name != "CHANGELOG.md"]
+
+
+@functools.cache
+def words_of_code() -> str:
+    return "\n".join(path.read_text(encoding="utf-8") for path in CODE if path != Path(__file__))
+
+
+def test_pages_that_the_code_names_exist() -> None:
+    """In docstrings, comments and errors: the page, and the heading behind #."""
+    named = set(re.findall(r"\bdocs/[\w/]+\.md(?:#[\w-]+)?", words_of_code()))
+    assert len(named) > 20
+    assert [fault for target in sorted(named) if (fault := broken(ROOT / "README.md", target))] == []
+
+
+@pytest.mark.parametrize("page", CURRENT, ids=name)
+def test_options_and_variables_exist(page: Path) -> None:
+    named = set(re.findall(r"\bLLM_COMM_[A-Z][A-Z_]*[A-Z]\b", page.read_text(encoding="utf-8")))
+    known = {f"LLM_COMM_{option.upper()}" for option in OPTIONS}
+    assert [variable for variable in sorted(named - known) if variable not in words_of_code()] == []
+
+
+def flags_of(parser: argparse.ArgumentParser) -> set[str]:
+    return {flag for action in parser._actions for flag in action.option_strings}
+
+
+def parsers(parser: argparse.ArgumentParser) -> dict[str, argparse.ArgumentParser]:
+    """Return the commands of ``parser`` by name."""
+    subparsers = [action for action in parser._actions if isinstance(action, argparse._SubParsersAction)]
+    return dict(subparsers[0].choices) if subparsers else {}
+
+
+def commands(page: Path, program: str) -> list[list[str]]:
+    """Return what stands behind ``program`` in code spans and code blocks of ``page``, in words."""
+    text = page.read_text(encoding="utf-8")
+    blocks = re.findall(r"```\w*\n(.*?)```", text, flags=re.DOTALL)
+    spans = re.findall(r"`([^`]+)`", re.sub(r"```.*?```", "", text, flags=re.DOTALL))
+    joined = [re.sub(r"\\\n", " ", block) for block in blocks]
+    lines = [line.partition(" #")[0] for block in joined for line in block.splitlines()]
+    found = [re.search(rf"(?<![\w-]){program}([^;|)`]*)", " ".join(line.split())) for line in [*lines, *spans]]
+    return [match[1].strip(" .").split() for match in found if match]
+
+
+def unknown_flags(words: list[str], parser: argparse.ArgumentParser) -> set[str]:
+    flags = {word.partition("=")[0] for word in words if word.startswith("--") and len(word) > 2}
+    return flags - flags_of(parser)
+
+
+@pytest.mark.parametrize("page", CURRENT, ids=name)
+def test_commands_exist(page: Path) -> None:
+    """Each ``llm-comm COMMAND --flag`` of a page is one that the command line takes."""
+    wrong = []
+    for words in commands(page, r"llm-comm (?:\w+-llm-comm )?(?=[a-z])"):
+        parser, rest = build_parser(), list(words)
+        while rest and parsers(parser) and rest[0] in parsers(parser):
+            parser = parsers(parser)[rest.pop(0)]
+        if len(rest) == len(words) or unknown_flags(rest, parser):
+            wrong.append(words)
+    assert wrong == []
+
+
+@pytest.mark.parametrize("page", CURRENT, ids=name)
+def test_options_of_bench_serving_exist(page: Path) -> None:
+    found = commands(page, r"python -m bench_serving(?= )")
+    assert [words for words in found if unknown_flags(words, bench_serving.cli.parser())] == []
+
+
+@pytest.mark.parametrize("page", CURRENT, ids=name)
+def test_targets_of_make_exist(page: Path) -> None:
+    code = " ".join(re.findall(r"`[^`]+`|```.*?```", page.read_text(encoding="utf-8"), flags=re.DOTALL))
+    targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(encoding="utf-8"), flags=re.MULTILINE))
+    assert set(re.findall(r"(?:^|[`\n])make ([a-z-]+)", code)) <= targets
+
+
+def test_the_page_of_the_api_has_all_public_names() -> None:
+    page = (ROOT / "docs" / "api.md").read_text(encoding="utf-8")
+    public = [*llm_comm.__all__, *(each for each in dir(llm_comm.Communicator) if not each.startswith("_"))]
+    assert [each for each in public if not re.search(rf"`{re.escape(each)}\b", page)] == []
+    tables = [row[0] for row in rows("docs/api.md") if row[0].startswith("`")]
+    calls = [call for cell in tables for call in re.findall(r"`(\w+)\(", cell)]
+    assert [call for call in calls if not hasattr(llm_comm, call) and not hasattr(llm_comm.Communicator, call)] == []
+
+
+@pytest.mark.parametrize("engine", ENGINES, ids=lambda engine: engine.name)
+def test_pages_name_the_supported_versions(engine: Engine) -> None:
+    versions = f"{engine.name} {engine.oldest} to {engine.newest}"
+    for page in ("README.md", f"docs/engines/{engine.package}.md"):
+        assert versions in (ROOT / page).read_text(encoding="utf-8")
+    tested = [row for row in rows("docs/compatibility.md", "Engine versions") if row[0] == engine.name]
+    emulated = [row[1] for row in tested if "emulated" in row[2]]
+    for version in (engine.oldest, engine.newest):
+        assert any(each.startswith(version) for each in emulated)
 
 
 # ---- Figures ---------------------------------------------------------------------------------------------------
@@ -159,39 +281,26 @@ def assert_shows(text: str, value: float) -> None:
     assert abs(float(number[0]) - value) <= 0.51 * 10 ** -len(number[1] or ""), f"{text} is {value}"
 
 
-def test_the_readme_shows_the_speed_that_was_measured() -> None:
-    measured = peers("2026-11-21_h200x8_peers.json")
-    shown = [row for row in rows("README.md", "Speed") if re.fullmatch(r"\d+[KM]", row[0])]
-    assert shown
-    for size, ours, *others in shown:
-        us = measured[byte_count(size)]
-        fastest = [
-            min(time for peer, time in us.items() if peer.startswith(prefix))
-            for prefix in ("sgl_", "fi_1shot", "vllm_reg", "nccl")
-        ]
-        assert_shows(ours, us["llm_comm"])
-        for text, time in zip(others, fastest, strict=True):
-            assert_shows(text, time)
-            assert_shows(text.partition("(")[2], time / us["llm_comm"])
+BATCHES = ("1", "4", "16", "64")
+
+
+def assert_shows_speedups(row: list[str], first: int) -> None:
+    """The four cells of ``row`` from ``first`` on are those of the result file that ``row`` links to."""
+    (file,) = _RESULT.findall(" ".join(row))
+    report = load(file)
+    assert any(
+        f"{report['device'][0]} {gpu}" in row and f"NVIDIA {gpu}" in report["device"] for gpu in ("H100", "H200")
+    )
+    measured = speedups(file, "default")
+    for text, batch in zip(row[first : first + 4], BATCHES, strict=True):
+        assert_shows(text, measured[batch])
 
 
 def test_the_readme_shows_the_engines_that_were_measured() -> None:
-    shown = [row for row in rows("README.md", "Speed") if len(row) == 8 and _RESULT.search(row[-1])]
-    assert shown
-    for _, gpus, *ratios, over_nccl, source in shown:
-        file = _RESULT.findall(source)[0]
-        report = load(file)
-        assert report["device"] == f"{gpus}x NVIDIA H200"
-        assert source.startswith(report["commit"])
-        measured = speedups(file, "default")
-        for text, batch in zip(ratios, ("1", "4", "16", "64"), strict=True):
-            assert_shows(text, measured[batch])
-        nccl = speedups(file, "nccl").values()
-        assert bool(over_nccl) == bool(nccl)
-        if over_nccl:
-            least, most = over_nccl.split(" to ")
-            assert_shows(least, min(nccl))
-            assert_shows(most, max(nccl))
+    shown = [row for row in rows("README.md", "What you get") if _RESULT.search(" ".join(row))]
+    assert len(shown) >= 10
+    for row in shown:
+        assert_shows_speedups(row, 3)
 
 
 @pytest.mark.parametrize(
@@ -204,7 +313,7 @@ def test_the_readme_shows_the_engines_that_were_measured() -> None:
 )
 def test_performance_shows_the_peers_that_were_measured(heading: str, file: str) -> None:
     measured = peers(file)
-    shown = [row for row in rows("docs/performance.md", heading) if re.fullmatch(r"\d+[KM]", row[0])]
+    shown = [row for row in rows("docs/reference/performance.md", heading) if re.fullmatch(r"\d+[KM]", row[0])]
     assert len(shown) >= 15
     for size, ours, other, ratio, over_vllm, over_nccl in shown:
         us = measured[byte_count(size)]
@@ -218,21 +327,105 @@ def test_performance_shows_the_peers_that_were_measured(heading: str, file: str)
 
 
 def test_performance_shows_the_engines_that_were_measured() -> None:
-    file, checked = "", 0
-    for first, _, batch, nccl, own, ours, over_nccl, over_own in (
-        row for row in rows("docs/performance.md", "In the engines") if len(row) == 8 and row[2].isdigit()
-    ):
-        file = _RESULT.findall(first)[0] if first else file
-        times = decode(file)[batch]
-        assert_shows(ours, times["llm_comm"])
-        assert_shows(own, times["default"])
-        assert_shows(over_own, speedups(file, "default")[batch])
-        assert bool(nccl) == bool(over_nccl) == ("nccl" in times)
+    shown = [row for row in rows("docs/reference/performance.md", "In the engines") if _RESULT.search(row[-1])]
+    assert len(shown) >= 20
+    for row in shown:
+        assert_shows_speedups(row, 3)
+        (file,) = _RESULT.findall(row[-1])
+        assert f"[{load(file)['commit']}]" in row[-1]
+        nccl = speedups(file, "nccl").values()
+        assert bool(row[-2]) == bool(nccl)
         if nccl:
-            assert_shows(nccl, times["nccl"])
-            assert_shows(over_nccl, speedups(file, "nccl")[batch])
-        checked += 1
-    assert checked == 52
+            least, most = row[-2].split(" to ")
+            assert_shows(least, min(nccl))
+            assert_shows(most, max(nccl))
+
+
+def test_performance_shows_the_fused_kernel_that_was_measured() -> None:
+    measured = peers("2026-11-26_h200x4_peers.json")
+    heading = "All-reduce, residual add and RMSNorm in one kernel"
+    shown = [row for row in rows("docs/reference/performance.md", heading) if re.fullmatch(r"\d+[KM]", row[0])]
+    assert len(shown) >= 7
+    for size, fused, alone, flashinfer in shown:
+        us = measured[byte_count(size)]
+        theirs = min(time for peer, time in us.items() if peer.startswith("fi_fusedrms"))
+        assert_shows(fused, us["llm_comm_fusedrms"])
+        assert_shows(fused.partition("(")[2], us["llm_comm_fusedrms"] / us["llm_comm"])
+        assert_shows(alone, us["llm_comm"])
+        assert_shows(flashinfer, theirs)
+        assert_shows(flashinfer.partition("(")[2], theirs / us["llm_comm_fusedrms"])
+
+
+def test_the_cost_of_fewer_multiprocessors_is_that_of_the_file() -> None:
+    measured = {(row["max_blocks"], row["MiB"]): row for row in load("2026-11-23_h200x2_max_blocks.json")["rows"]}
+    shown = [row for row in rows("docs/operate/tuning.md", "Fewer multiprocessors") if re.match(r"not set|\d", row[0])]
+    assert len(shown) >= 5
+    for blocks, *cells_of_sizes in shown:
+        for cell, mib in zip(cells_of_sizes, (4, 16, 64, 256), strict=True):
+            figures = measured[None if blocks == "not set" else int(blocks), mib]
+            for text, operation in zip(cell.split(", "), ("all_reduce", "all_gather", "reduce_scatter"), strict=True):
+                assert_shows(text, figures[operation])
+
+
+def tuned(*files: str) -> dict[tuple[str, int], tuple[float, float]]:
+    """Return the best time and NCCL's by operation and bytes of a part; of later files where several have a size."""
+    found = {}
+    for file in files:
+        report = load(file)
+        for run in report.get("runs", [report]):
+            for operation, sizes in run["operations"].items():
+                for size in sizes:
+                    best = min(candidate["us"] for candidate in size["candidates"])
+                    found[operation, size["bytes"]] = (best, size["nccl_us"])
+    return found
+
+
+@pytest.mark.parametrize(
+    ("index", "files"),
+    [
+        (0, ["2026-11-23_h200x2_tune.json"]),
+        (1, ["2026-11-26_h200x4_tune.json"]),
+        (2, ["2026-11-25_h100x2_tune.json", "2026-11-26_h100x2_tune.json"]),
+    ],
+)
+def test_gathers_and_scatters_show_what_was_measured(index: int, files: list[str]) -> None:
+    measured = tuned(*files)
+    shown = list(rows("docs/reference/all_gather.md", "How fast"))
+    starts = [number for number, row in enumerate(shown) if row[0] == "part"] + [len(shown)]
+    table = [row for row in shown[starts[index] : starts[index + 1]] if re.fullmatch(r"\d+[KM]", row[0])]
+    assert len(table) >= 6
+    for size, gather, symmetric, nccl, ratio, scatter, nccl_scatter, ratio_scatter in table:
+        us, of_nccl = measured["all_gather", byte_count(size)]
+        assert_shows(gather, us)
+        assert_shows(nccl, of_nccl)
+        best = us
+        if symmetric:
+            best_symmetric, _ = measured["all_gather of symmetric tensors", byte_count(size)]
+            assert_shows(symmetric, best_symmetric)
+            best = min(us, best_symmetric)
+        assert_shows(ratio, of_nccl / best)
+        us, of_nccl = measured["reduce_scatter", byte_count(size)]
+        assert_shows(scatter, us)
+        assert_shows(nccl_scatter, of_nccl)
+        assert_shows(ratio_scatter, of_nccl / us)
+
+
+def test_the_library_in_place_of_nccl_shows_what_was_measured() -> None:
+    arms = load("2026-11-25_h100x2_nccl_tests.json")["arms"]
+    times = {
+        arm: {(program, size): us for program, kind, graphs, size, us, *_ in runs if kind == "half" and graphs}
+        for arm, runs in arms.items()
+    }
+    shown = [row for row in rows("docs/reference/nccl.md", "Measured") if re.fullmatch(r"\d+[KM]", row[0])]
+    assert len(shown) >= 9
+    for size, *four in shown:
+        for text, operation in zip(four, ("all_reduce", "all_gather", "reduce_scatter", "broadcast"), strict=True):
+            if text == "NCCL's":
+                continue
+            ours, theirs = (times[arm][f"{operation}_perf", byte_count(size)] for arm in ("llm_comm", "nccl"))
+            assert_shows(text, ours)
+            assert_shows(text.partition("/")[2], theirs)
+            assert_shows(text.partition("(")[2], theirs / ours)
 
 
 def test_a_release_needs_the_tests() -> None:

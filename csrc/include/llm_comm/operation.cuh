@@ -20,7 +20,7 @@
 // Step 3 needs A's resets to be performed before B's stores, though B reads no release of A. griddepcontrol.wait and
 // the end of a grid ensure that the stores of earlier grids are performed. A's resets and B's stores to A's memory are
 // both performed in one place, the L2 of A. The PTX memory model by itself does not order the two
-// (docs/reliability.md).
+// (docs/operate/failures.md).
 //
 // The argument does not depend on which block or thread handles a line. Sizes and grids may therefore change from one
 // operation to the next. One slot would not be enough: B may end e before A has read what B sent in e.
@@ -43,8 +43,8 @@
 // Take the lowest number that has not ended on every rank. It has started everywhere, or starts as soon as a lower one
 // ends. By P1 it does not wait for blocks that start later, so it ends.
 //
-// P2 assumes that the communicator has the device to itself. docs/reliability.md ("Several groups") says what other
-// kernels may take of it.
+// P2 assumes that the communicator has the device to itself. docs/operate/failures.md ("Streams and groups") says what
+// other kernels may take of it.
 //
 // Tickets. The tickets are a counter that wraps to 0 with the last ticket of a grid. A block takes its ticket before it
 // allows the next grid to launch, so two grids of a stream never take tickets at the same time.

@@ -26,7 +26,7 @@
 //                 outputs times a tile of tokens, accumulated in fp32. Each thread holds tokens / 2 values in `sums`;
 //                 fragment.cuh says which. Outputs beyond the rows of the tile have undefined values.
 //                 Box: box_at(place). moved(box, bytes): cheaper than another box_at().
-//                 For FP8, GPUs accumulate with fewer bits than fp32 has (docs/linear.md).
+//                 For FP8, GPUs accumulate with fewer bits than fp32 has (docs/reference/linear.md).
 //                 multiply_boxes<type>(sums, outputs, output_rows, tokens): adds to the sums. multiply_end(): ends a
 //                 group.
 //                 multiply_wait<n>(sums): waits until all groups but the last n are complete; their tiles may then be

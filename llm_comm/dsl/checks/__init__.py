@@ -13,7 +13,9 @@ CALLS = 3
 
 
 def check(program: Program) -> None:
-    """Raise an error for a program that is not correct in its world; docs/dsl.md lists the errors that are found.
+    """Raise an error for a program that is not correct in its world.
+
+    docs/reference/dsl.md lists the errors that are found.
 
     Raises:
         ProgramError: The program may hang, race or compute wrong results. Only the first error is reported.

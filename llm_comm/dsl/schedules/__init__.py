@@ -1,4 +1,4 @@
-"""Runs of programs under seeded schedules of the deterministic emulator; see docs/dsl.md, "Schedules"."""
+"""Runs of programs under seeded schedules of the deterministic emulator; see docs/reference/dsl.md, "Schedules"."""
 
 from __future__ import annotations
 

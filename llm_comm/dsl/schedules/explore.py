@@ -41,7 +41,9 @@ def explore(
     *,
     trace: str | os.PathLike[str] | None = None,
 ) -> Explored:
-    """Run the kernel of a program on all ranks of its world under seeded schedules; see docs/dsl.md, "Schedules".
+    """Run the kernel of a program on all ranks of its world under seeded schedules.
+
+    docs/reference/dsl.md ("Schedules") describes them.
 
     All ranks are threads of one emulator. At each memory access it chooses which thread continues, and it delays and
     reorders stores as a GPU may. A schedule is determined by its seed, on any machine: ``explore(program, schedules=1,
