@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import torch
 
 from llm_comm import _core, arrays
+from llm_comm.config import Config
 from llm_comm.errors import UnsupportedInputError, quoted
 from llm_comm.operations.operands import Operands, check_memory, count_write, why_not_operand, why_not_out
 from llm_comm.operations.operation import Operation, keep
@@ -51,6 +52,11 @@ class Parts(NamedTuple):
     def whole(self) -> int:
         """Return the number of elements of the whole tensor."""
         return self.rows * sum(self.row_sizes)
+
+    def limited(self, config: Config) -> int:
+        """Return the number of elements that ``message_limit`` bounds, as ``selection.why_not_served`` does: the option
+        bounds the whole tensor, the table the largest shard."""
+        return self.whole() if config.max_message_bytes is not None else self.rows * max(self.row_sizes)
 
 
 class PreparedParts(NamedTuple):
@@ -221,7 +227,8 @@ class PartsOperation(Operation):
         parts = self._divide(x.shape, dim, all_sizes(x.shape[dim], sizes, world, self.takes_whole))
         if parts is None:
             return False
-        return world == 1 or parts.whole() * x.element_size() <= self._planner.message_limit(self.name)
+        limit = self._planner.message_limit(self.name)
+        return world == 1 or parts.limited(self._planner.config) * x.element_size() <= limit
 
     def plan(self, x: torch.Tensor, dim: int, sizes: Sizes | None) -> Plan:
         """Return the plan of ``run`` for ``x``."""

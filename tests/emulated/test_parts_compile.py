@@ -118,6 +118,28 @@ def ask_first_for_many_sizes(dynamic: bool | None) -> None:
         assert counter.frame_count <= 3
 
 
+def ask_for_sizes_beside_the_bound_of_a_table() -> None:
+    """A table bounds the largest shard, of which the whole tensor has several."""
+    with make_communicator() as comm:
+        comm.use_table(comm.table._replace(max_message_bytes=4096))
+        world = comm.world_size
+        for rows in (16, 32, 33):
+            shard, whole = torch.ones(rows, 32), torch.ones(world * rows, 32)
+            for ask, x in ((comm.accepts_all_gather, shard), (comm.accepts_reduce_scatter, whole)):
+                torch._dynamo.reset()
+                assert ask(x) == (rows <= 32)
+                assert torch.compile(lambda x, ask=ask: ask(x), backend="eager")(x) == (rows <= 32)
+        uneven = torch.ones(40, 32)
+        for sizes in ((39, 1), (20, 20)):
+            torch._dynamo.reset()
+            compiled = torch.compile(lambda x, sizes=sizes: comm.accepts_reduce_scatter(x, 0, sizes), backend="eager")
+            assert compiled(uneven) == comm.accepts_reduce_scatter(uneven, 0, sizes) == (max(sizes) <= 32)
+
+
+def test_accepts_in_graphs_by_the_bound_of_a_table(ranks: RankPool) -> None:
+    ranks.run(WORLD, ask_for_sizes_beside_the_bound_of_a_table)
+
+
 @pytest.mark.parametrize("dynamic", [None, True])
 def test_accepts_in_a_graph_for_all_sizes(ranks: RankPool, dynamic: bool | None) -> None:
     ranks.run(WORLD, ask_first_for_many_sizes, dynamic)
