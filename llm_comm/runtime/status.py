@@ -15,7 +15,7 @@ import struct
 import time
 import zlib
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 
 from llm_comm.errors import MissingRankError, RendezvousError
 from llm_comm.runtime.rendezvous import Rendezvous
@@ -24,7 +24,8 @@ _PAGE_BYTES = 4096
 _BEAT = struct.Struct("d")  # heartbeat: time.monotonic(), one clock for all processes of a machine
 _HEAD = struct.Struct("II")  # length and checksum of the state after it: a reader may see a half-written one
 _STATE_OFFSET = _BEAT.size + _HEAD.size
-_MAX_TEXT = 2000
+#: Bytes of JSON of an error's text, and of each of the other three texts of a state. Together they fit a page.
+_MAX_TEXT, _MAX_WORDS = 2000, 500
 #: Age in seconds of a heartbeat after which a rank counts as silent and is not waited for.
 LIFE_S = 1.0
 
@@ -123,7 +124,7 @@ class StatusBoard:
 
     def publish(self, state: RankState) -> None:
         """Write the state of this rank and a new heartbeat."""
-        text = json.dumps(asdict(state)).encode()
+        text = json.dumps(asdict(_fitting(state))).encode()
         head = _HEAD.pack(len(text), zlib.crc32(text))
         self._own[_BEAT.size : _STATE_OFFSET + len(text)] = head + text
         # One slice assignment: peers read meanwhile, and pack_into would write zeros first.
@@ -165,11 +166,18 @@ def _exchange_processes(rendezvous: Rendezvous) -> dict[int, int]:
         os.close(own)
 
 
-def fit(text: str) -> str:
-    """Cut an error text so that its JSON, which writes non-ASCII characters as escapes, fits a page."""
-    while len(json.dumps(text)) > _MAX_TEXT:
+def fit(text: str, most: int = _MAX_TEXT) -> str:
+    """Cut a text so that its JSON, which writes non-ASCII characters as escapes, has at most ``most`` bytes."""
+    while len(json.dumps(text)) > most:
         text = text[: len(text) * 9 // 10]
     return text
+
+
+def _fitting(state: RankState) -> RankState:
+    """Cut the texts of a state so that it fits a page. Remarks and brief forms may name all ranks of other nodes."""
+    error = state.error and replace(state.error, text=fit(state.error.text), brief=fit(state.error.brief, _MAX_WORDS))
+    last_call, remark = fit(state.last_call, _MAX_WORDS), fit(state.remark, _MAX_WORDS)
+    return replace(state, last_call=last_call, remark=remark, error=error)
 
 
 def _read(page: mmap.mmap, now: float, has_exited: bool | None) -> Sighting:

@@ -215,8 +215,8 @@ RUNTIME: tuple[Mutant, ...] = (
     python(
         "long texts do not fit",
         STATUS,
-        "while len(json.dumps(text)) > _MAX_TEXT:",
-        "while len(text) > _MAX_TEXT:",
+        "while len(json.dumps(text)) > most:",
+        "while len(text) > most:",
         OF_STATUS,
     ),
     python(
