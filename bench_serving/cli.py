@@ -8,7 +8,7 @@ import json
 import shlex
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,13 +18,15 @@ from bench_serving.comparison import Comparison
 from bench_serving.settings import FLASHINFER_OPTION, SHAPES, Settings
 
 ENGINES = ("vllm", "sglang")
+#: Arms that change no switch of the engine beyond llm_comm.
+AS_DEPLOYED = ("default", "llm_comm")
+_USUAL_ARMS = tuple(arm.name for arm in ARMS.values() if arm.by_default)
 #: Token ids that ``vllm bench latency`` draws from, whatever the model.
 _IDS_OF_BENCH_LATENCY = 10000
 
 
 def parser() -> argparse.ArgumentParser:
     shapes = ", ".join(sorted(path.parent.name for path in SHAPES.glob("*/config.json")))
-    usual = [arm.name for arm in ARMS.values() if arm.by_default]
     options = argparse.ArgumentParser(
         prog="python -m bench_serving",
         description="Compares decode latency in a real engine with all-reduces done by NCCL, by the engine itself and "
@@ -43,9 +45,7 @@ def parser() -> argparse.ArgumentParser:
     )
     options.add_argument("--layers", type=_positive, metavar="N", help="shorten the model, to try things out")
     options.add_argument("--tensor-parallel-size", "--tp", type=_positive, default=8, metavar="N", help="(%(default)s)")
-    options.add_argument(
-        "--arms", type=_arms, default=usual, metavar="A,B", help=f"of {', '.join(ARMS)} ({','.join(usual)})"
-    )
+    options.add_argument("--arms", type=_arms, metavar="A,B", help=f"of {', '.join(ARMS)} ({','.join(_USUAL_ARMS)})")
     options.add_argument("--batch-sizes", type=_sizes, default=(1, 4, 16, 64), metavar="N,N", help="(1,4,16,64)")
     options.add_argument("--prompt-tokens", type=_positive, default=128, metavar="N", help="(%(default)s)")
     options.add_argument("--output-tokens", type=_positive, default=136, metavar="N", help="(%(default)s)")
@@ -78,6 +78,12 @@ def parser() -> argparse.ArgumentParser:
         action="store_true",
         help="the engine's batch-invariant mode in all arms; also compare tokens over batch sizes and starts (scaled "
         "weights)",
+    )
+    options.add_argument(
+        "--as-deployed",
+        action="store_true",
+        help="change no switch of the engine: NVLink multicast, FlashInfer and the kernels of attention stay as they "
+        "are here, with your --engine-option; arms default and llm_comm. The code paths of both are printed",
     )
     options.add_argument(
         "--weights",
@@ -151,6 +157,27 @@ def _engine_option(text: str) -> tuple[str, Any]:
         return name, value
 
 
+def arms_of(options: argparse.Namespace) -> list[str]:
+    """Return the names of the arms for command line options.
+
+    Raises:
+        SystemExit: An arm changes a switch of the engine, against ``--as-deployed``.
+    """
+    if not options.as_deployed:
+        return options.arms or list(_USUAL_ARMS)
+    others = [name for name in options.arms or () if name not in AS_DEPLOYED]
+    if others:
+        raise SystemExit(f"--as-deployed takes the arms {' and '.join(AS_DEPLOYED)}: {others[0]} changes switches")
+    return options.arms or list(AS_DEPLOYED)
+
+
+def _show_paths(runs: Sequence[Mapping[str, Any]]) -> None:
+    """Print the log lines of each arm's first start that say which code paths it took."""
+    for arm in dict.fromkeys(run["arm"] for run in runs):
+        print(f"\ncode paths of {arm}, by the log of its first start:")
+        print(*(f"  {line}" for line in next(run for run in runs if run["arm"] == arm)["evidence"]), sep="\n")
+
+
 def settings_of(options: argparse.Namespace) -> Settings:
     """Return the settings of a run for command line options.
 
@@ -177,7 +204,7 @@ def settings_of(options: argparse.Namespace) -> Settings:
             "--mode bench-latency is vLLM's; SGLang's bench_one_batch loads no plugins, so it has no such arm"
         )
     backend = dict(options.engine_option).get(FLASHINFER_OPTION)
-    if backend not in (None, "trtllm"):
+    if not options.as_deployed and backend not in (None, "trtllm"):
         raise SystemExit(
             f"--engine-option {FLASHINFER_OPTION}={backend}: must be trtllm; the other backends use NVLink multicast, "
             "which is off in all arms"
@@ -201,6 +228,7 @@ def settings_of(options: argparse.Namespace) -> Settings:
         mode=options.mode,
         check=check,
         deterministic=options.deterministic,
+        as_deployed=options.as_deployed,
         seed=options.seed,
     )
     _check_model(settings, options.model)
@@ -255,7 +283,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     check_place(settings.engine, out)
     content = Comparison(
         settings,
-        options.arms,
+        arms_of(options),
         options.repeats,
         options.timeout,
         out,
@@ -265,6 +293,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     ).run()
     print()
     report.show(out / "report.json")
+    if settings.as_deployed:
+        _show_paths(content["runs"])
     print(f"\n{out / 'report.json'}")
     failed = any(run["failure"] for run in content["runs"])
     passed = all(content[check].get("passed", True) for check in ("check", "invariance"))

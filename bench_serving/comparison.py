@@ -52,7 +52,7 @@ class Comparison:
             "device": f"{settings.tensor_parallel_size}x {versions.device() or 'unknown GPU'}",
             "versions": versions.versions(settings.engine),
             "commit": self.commit or versions.commit(processes.ROOT),
-            "variables": _variables(os.environ),
+            "variables": _variables(os.environ, self.settings.as_deployed),
             "model": _digest(settings.config()),
         }
         order = schedule.interleaved(self.arms, self.repeats)
@@ -151,7 +151,7 @@ def run_once(settings: Settings, arm: Arm, repeat: int, directory: Path, timeout
     Job(settings, arm.name, arm.disable_custom_all_reduce, str(result)).write(directory / "job.json")
     outcome = processes.run(
         processes.module_command(f"bench_serving.engines.{settings.program}", str(directory / "job.json")),
-        processes.environment(arm_environment(arm, settings), os.environ),
+        processes.environment(arm_environment(arm, settings), os.environ, settings.as_deployed),
         log,
         result,
         timeout_s,
@@ -197,11 +197,11 @@ def _digest(config: Mapping[str, Any]) -> str:
     return hashlib.sha256(json.dumps(config, sort_keys=True).encode()).hexdigest()[:16]
 
 
-def _variables(environment: Mapping[str, str]) -> dict[str, str]:
+def _variables(environment: Mapping[str, str], as_deployed: bool) -> dict[str, str]:
     """Return the environment variables that can affect the measurement."""
     prefixes = ("LLM_COMM_", "NCCL_", "VLLM_", "SGLANG_", "TORCH_SYMM_MEM_", "NVSHMEM_", "CUDA_VISIBLE_DEVICES")
     return {
         name: value
-        for name, value in sorted(processes.environment({}, environment).items())
+        for name, value in sorted(processes.environment({}, environment, as_deployed).items())
         if name.startswith(prefixes)
     }

@@ -35,6 +35,7 @@ _LINEAR_APART = re.compile(r"linear layers are \w+'s: fuse_linear is false")
 _VLLM_BACKENDS = re.compile(r"Using \[([^\]]*)\] all-reduce backends[^\n]*for group 'tp[^\n]*")
 # Lines about the workspace of vLLM's fusion through FlashInfer, and about FlashInfer's use of multicast.
 _FLASHINFER = re.compile(r"Initialized FlashInfer All-?[Rr]educe")
+_ANY_FLASHINFER = re.compile(r"Flash[Ii]nfer All-?[Rr]educe[^\n]*backend")
 _MULTICAST = re.compile(r"backend[=:] ?mnnvl")
 _SGLANG_FLASHINFER = re.compile(r"FlashInfer AllReduce Fusion enabled and workspace initialized: backend=trtllm")
 # Kernel that vLLM has chosen for fp8 linear layers.
@@ -85,6 +86,9 @@ def evidence(settings: Settings, arm: Arm, log: str) -> list[str]:
     found += _expect(log, re.compile(re.escape(DETERMINISTIC_MARK)), settings.deterministic, told)
     scaled = settings.weights == "scaled"
     found += _expect(log, re.compile(re.escape(WEIGHTS_MARK)), scaled, "weights are scaled")
+    if settings.as_deployed:
+        patterns = (_VLLM_BACKENDS, _SGLANG_BACKEND, _ANY_FLASHINFER, _FP8_KERNEL)
+        return found + [line for line in (_line(log, pattern) for pattern in patterns) if line is not None]
     _expect(log, _MULTICAST, False, "FlashInfer uses multicast")
     # Some engine versions turn off their custom all-reduce in deterministic mode.
     has_custom = settings.tensor_parallel_size in (2, 4, 6, 8) and not settings.deterministic

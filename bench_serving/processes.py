@@ -40,18 +40,19 @@ _POLL_S = 0.1
 _PROGRESS = re.compile(r"^\[bench\] (.*)$", re.MULTILINE)
 
 
-def environment(extra: Mapping[str, str], inherited: Mapping[str, str]) -> dict[str, str]:
+def environment(extra: Mapping[str, str], inherited: Mapping[str, str], as_deployed: bool = False) -> dict[str, str]:
     """Return the environment variables of an engine's processes.
 
     Args:
         extra: Variables of the arm.
         inherited: Variables of the harness, passed on except for those that the harness controls.
+        as_deployed: Leave NVLink multicast as it is.
     """
     result = {name: value for name, value in inherited.items() if name not in _REMOVED}
     # Made absolute, since the processes run in another directory.
     path = [os.path.abspath(entry) for entry in result.get("PYTHONPATH", "").split(os.pathsep) if entry]
     result["PYTHONPATH"] = os.pathsep.join([*path, str(PLUGINS)])
-    return {**_DEFAULTS, **result, **MULTICAST_OFF, **_FORCED, **extra}
+    return {**_DEFAULTS, **result, **({} if as_deployed else MULTICAST_OFF), **_FORCED, **extra}
 
 
 def module_command(module: str, *arguments: str) -> list[str]:

@@ -45,6 +45,7 @@ class Settings:
             "bench-latency").
         check: Generate the data by which arms are compared.
         deterministic: Run the engine in its batch-invariant mode, and compare tokens over batches and starts.
+        as_deployed: Leave every switch of the engine as it is, NVLink multicast and the kernels of attention included.
         seed: Seed of the prompts.
     """
 
@@ -64,6 +65,7 @@ class Settings:
     mode: str = "latency"
     check: bool = False
     deterministic: bool = False
+    as_deployed: bool = False
     seed: int = 0
 
     @property

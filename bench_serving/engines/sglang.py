@@ -24,7 +24,7 @@ _SENDING_S = 0.5
 def options(settings: Settings, disable_custom_all_reduce: bool, own_fusion: bool = True) -> dict[str, Any]:
     """Return the arguments of ``sglang.Engine``. ``own_fusion``: see ``arms.Arm``.
 
-    Attention and sampling use only kernels of SGLang and Triton.
+    Attention and sampling use only kernels of SGLang and Triton, unless the engine runs as deployed.
     """
     result: dict[str, Any] = {
         "model_path": settings.model,
@@ -47,6 +47,9 @@ def options(settings: Settings, disable_custom_all_reduce: bool, own_fusion: boo
         "random_seed": settings.seed,
         "log_level": "info",
     }
+    if settings.as_deployed:
+        for switch in ("attention_backend", "sampling_backend", "enforce_disable_flashinfer_allreduce_fusion"):
+            del result[switch]
     if settings.deterministic:
         result["enable_deterministic_inference"] = True
     if settings.enforce_eager:

@@ -87,6 +87,23 @@ def test_the_whole_comparison(harness: Harness, engine: str, capsys: pytest.Capt
     assert "free is a bound, not an engine" in printed
 
 
+@pytest.mark.parametrize("engine", ["vllm", "sglang"])
+def test_an_engine_as_deployed(
+    harness: Harness, engine: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("NCCL_NVLS_ENABLE", "1")
+    status, report = harness.run("--engine", engine, "--as-deployed", "--repeats", "1")
+    assert status == 0
+    assert {run["arm"] for run in report["runs"]} == {"default", "llm_comm"}
+    assert report["variables"]["NCCL_NVLS_ENABLE"] == "1"
+    assert "VLLM_FLASHINFER_ALLREDUCE_BACKEND" not in report["variables"]
+    printed = capsys.readouterr().out
+    for run in report["runs"]:
+        assert run["evidence"]
+        paths = "\n".join(f"  {line}" for line in run["evidence"])
+        assert f"code paths of {run['arm']}, by the log of its first start:\n{paths}" in printed
+
+
 def test_sglang_with_flashinfer(harness: Harness) -> None:
     option = "flashinfer_allreduce_fusion_backend=trtllm"
     given = ("--engine", "sglang", "--arms", "nccl,default,llm_comm", "--repeats", "1", "--engine-option", option)
@@ -261,6 +278,10 @@ def test_the_environment_of_an_engine(tmp_path: Path) -> None:
     assert environment["VLLM_FLASHINFER_ALLREDUCE_BACKEND"] == "trtllm"
     assert environment["LLM_COMM_PDL"] == "0"
     assert environment["PYTHONPATH"].split(os.pathsep) == [os.path.abspath("a"), str(processes.PLUGINS)]
+    as_deployed = processes.environment({}, inherited, as_deployed=True)
+    assert as_deployed["NCCL_NVLS_ENABLE"] == "1"
+    assert as_deployed["VLLM_FLASHINFER_ALLREDUCE_BACKEND"] == "mnnvl"
+    assert "VLLM_PLUGINS" not in as_deployed
 
 
 def test_an_engine_that_takes_the_library_for_nccl_loads_no_other_part_of_llm_comm(

@@ -236,6 +236,8 @@ def test_no_arm_may_use_multicast() -> None:
     assert engine_logs.evidence(ran(), ARMS["default"], f"{log}trtllm")
     with pytest.raises(ValueError, match="FlashInfer uses multicast"):
         engine_logs.evidence(ran(), ARMS["default"], f"{log}mnnvl")
+    found = engine_logs.evidence(ran(as_deployed=True), ARMS["default"], f"{log}mnnvl")
+    assert found == [CUSTOM, log.splitlines()[1] + "mnnvl"]
 
 
 def test_a_silent_log_confirms_nothing() -> None:

@@ -25,8 +25,16 @@ def test_defaults_are_those_of_the_comparison() -> None:
     assert (default.engine, Path(default.model).name, default.tensor_parallel_size) == ("vllm", "llama-2-70b", 8)
     assert default.batch_sizes == (1, 4, 16, 64)
     assert (default.weights, default.check, default.mode) == ("dummy", False, "latency")
-    assert cli.parser().parse_args([]).arms == ["nccl", "default", "llm_comm", "llm_comm_unfused", "free"]
-    assert cli.parser().parse_args(["--arms", ",".join(ARMS)]).arms == list(ARMS)
+
+    def arms(*options: str) -> list[str]:
+        return cli.arms_of(cli.parser().parse_args(options))
+
+    assert arms() == ["nccl", "default", "llm_comm", "llm_comm_unfused", "free"]
+    assert arms("--arms", ",".join(ARMS)) == list(ARMS)
+    assert arms("--as-deployed") == ["default", "llm_comm"]
+    assert arms("--as-deployed", "--arms", "llm_comm") == ["llm_comm"]
+    with pytest.raises(SystemExit, match="--as-deployed takes the arms default and llm_comm: nccl changes switches"):
+        arms("--as-deployed", "--arms", "llm_comm,nccl")
 
 
 @pytest.mark.parametrize(

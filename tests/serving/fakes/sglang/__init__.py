@@ -15,7 +15,7 @@ from sglang.srt.managers import io_struct
 class Engine:
     def __init__(self, **options: Any) -> None:
         assert options["load_format"] == "dummy"
-        if not options["enforce_disable_flashinfer_allreduce_fusion"]:
+        if not options.get("enforce_disable_flashinfer_allreduce_fusion", True):
             backend = options["flashinfer_allreduce_fusion_backend"]
             print(f"FlashInfer AllReduce Fusion enabled and workspace initialized: backend={backend}, rank=0")
         self._arm = fake_model.arm(options["disable_custom_all_reduce"])
