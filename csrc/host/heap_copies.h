@@ -24,7 +24,9 @@ class HeapCopies {
   // Returns the side stream for copies that overlap the launches (CopiesBeside in target.h).
   auto beside() { return launcher_.beside(stream_); }
 
-  // Returns the copies with addresses. Empty if a tensor is not in the heap; the kernels then report the error.
+  // Returns the copies with their addresses. It leaves out copies of a buffer onto itself and copies to an address that is
+  // not in the heap; there are none if this rank's tensor is not in it (kNoPlace). The kernels around the copies report a
+  // tensor outside the heap.
   std::vector<Copy> placed(const std::vector<StreamCopy>& copies) const {
     std::vector<Copy> all;
     if (place_ == kNoPlace) return all;

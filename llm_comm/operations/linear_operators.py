@@ -1,8 +1,8 @@
-"""The operations with a linear layer as torch custom operators: see torch_operators.py.
+"""Torch custom operators for the operations with a linear layer (torch_operators.py has the mechanism).
 
-A layer alone is no call of other ranks, and keeps no place in a graph. The bias may be None. Scales, and the dtype of
-the result, are None unless operands are FP8. They have no defaults: what comes behind them is found by its place
-(torch_operators.py).
+A layer alone is not collective, so torch.compile may reorder it (``in_order=False``). The bias may be None. Scales and
+the dtype of the result are None unless the operands are FP8. No argument has a default, because torch_operators.py adds
+an argument at the end and finds the others by position.
 """
 
 from __future__ import annotations
@@ -29,15 +29,17 @@ _Tensor = torch.Tensor
 _Results = tuple[torch.Tensor, ...]
 
 
-# ---- Calls that go by the dispatcher --------------------------------------------------------------------------------
+# ---- Calls through torch's dispatcher -------------------------------------------------------------------------------
 
 
 def linear(operation: str, x: Any, weight: Any, out: Any, bias: Any, scaling: Scaling | None, communicator: str) -> Any:
-    """A method of ``Communicator`` whose only result is that of a layer, of tensors that are no ordinary ones, or not
-    yet.
+    """Call a method of ``Communicator`` that returns one tensor through its torch operator, for tensors that torch
+    traces, fake tensors and subclasses.
 
     Args:
         operation: Name of the method.
+        x, weight, out, bias, scaling: Arguments of the method.
+        communicator: Name of the communicator (``torch_operators.register``).
     """
     x_scale, weight_scale, out_dtype = scaling or (None, None, None)
     operands = {"x": x, weight_of(operation): weight, "bias": bias, "x_scale": x_scale, "weight_scale": weight_scale}
@@ -53,12 +55,13 @@ _OPTIONAL = "Tensor? bias, Tensor? x_scale, Tensor? weight_scale, ScalarType? ou
 
 
 def _define_layer(name: str, parts: int = 1, behind: str = "", in_order: bool = True) -> None:
-    """Whose only result is one tensor.
+    """Define the operator of an operation that returns one tensor.
 
     Args:
-        name: Of the operation.
-        parts: Rows of the weight for an output.
-        behind: Of the schema, behind the communicator.
+        name: Name of the operation.
+        parts: Rows of the weight for an output: 2 for gate and up.
+        behind: Arguments of the schema after the communicator.
+        in_order: The operation is collective: all ranks must run it in the same order.
     """
 
     def run(x: _Tensor, weight: _Tensor, bias: Any, *others: Any) -> _Tensor:

@@ -20,7 +20,9 @@ class Problem:
         row: Elements of a row, for an operation on rows; else 0.
         data_type: Name of the elements' type.
         world_size: Number of ranks.
-        parameters: Parameters of the operation, in its order.
+        parameters: Numbers that the operation's kernels take. For operations on shards: rows before the divided
+            dimension, then the elements of each rank's shard of a row. For the fused norm: epsilon, quantization and
+            weight bias.
     """
 
     operation: str
@@ -42,7 +44,7 @@ class Problem:
         rows, *sizes = self.parameters
         return int(rows) * int(sum(sizes)) * registry.data_types()[self.data_type]
 
-    def is_in_rows(self) -> bool:
+    def has_strided_parts(self) -> bool:
         """Return whether a shard is strided: it consists of several pieces of the tensor."""
         return registry.operations()[self.operation].has_parts and self.parameters[0] != 1
 

@@ -199,6 +199,6 @@ def _why_not(kernels: Kernels, problem: Problem) -> str:
         return f"more than dsl_max_bytes={kernels.max_bytes}"
     if problem.data_type not in kernels.data_types:
         return f"not compiled for {problem.data_type}"
-    if problem.is_in_rows() or not problem.has_equal_parts():
+    if problem.has_strided_parts() or not problem.has_equal_parts():
         return "programs take parts of one size, along the first dimension"
     return ""

@@ -267,7 +267,8 @@ void UcxTransport::finish() {
   tear_down();
 }
 
-// A flush needs the peer to be alive. No rank therefore ends before its peers have sent their end words.
+// Ends the connections with an exchange of farewells. A flush needs the peer to be alive, so a rank waits until its peers
+// have sent their farewells, at most kLongestFarewell.
 void UcxTransport::say_farewell() {
   std::vector<void*> flushes;
   for (uint32_t peer = 0; peer < lanes_.size(); ++peer) {

@@ -7,7 +7,9 @@
 namespace llm_comm::inline LLM_COMM_TARGET {
 
 inline constexpr uint32_t kMaxStepsLog2 = 16;  // bound on the steps of an operation
-// Bound on how far a signal word may be ahead of the step that is waited for.
+// A wait for step s of operation e accepts words from word_of_step(e, s) up to this much more. The sender may have gone
+// on to a later step, or to the next operation, but no further (H1, H2 of hb_session.cuh). Older words, and the initial
+// fill of the workspace, differ by more in unsigned arithmetic.
 inline constexpr uint64_t kFurthestAhead = uint64_t{2} << kMaxStepsLog2;
 
 // Signal words of the blocks of one number, on all ranks. Only the signal range that owns them creates a SignalRow.
@@ -42,7 +44,9 @@ LLM_COMM_DEVICE uint64_t* end_word(const DeviceComm& comm, uint32_t receiver, ui
   return reinterpret_cast<uint64_t*>(comm.workspace[receiver] + kEndsOffset) + sender;
 }
 
-// First line of a half of a rank's staging memory.
+// First line of a half of a rank's staging memory. Operations use the halves for their two exchanges, or one half alone.
+// When a line may be written again, the file of each operation says: step_pipeline.cuh, port_chunks.cuh,
+// switch_chunks.cuh and two_shot_ld_reduce.cuh.
 LLM_COMM_DEVICE Line* staging_of(const DeviceComm& comm, uint32_t rank, uint32_t half) {
   const uint64_t half_lines = comm.staging_bytes / (2 * sizeof(Line));
   return reinterpret_cast<Line*>(comm.workspace[rank] + kHeaderBytes + kSlots * comm.slot_bytes) + half * half_lines;
