@@ -2,7 +2,7 @@
 
 Results are compared with float64 references. The allowed error of FP8 layers needs a model of the hardware: tensor
 cores of Hopper multiply FP8 exactly, but add with fewer bits than fp32. An instruction aligns its 32 products and the
-accumulator to the largest of them, and keeps 13 bits after the leading one ("around 14 bits", 3.3.2 of DeepSeek-V3,
+accumulator to the largest of them. It keeps 13 bits after the leading one ("around 14 bits", 3.3.2 of DeepSeek-V3,
 arXiv 2412.19437). This gives a bound of the error for known operands.
 """
 

@@ -132,8 +132,8 @@ def for_batch_invariance(config: EngineOptions, mode: str, is_on: bool, log: log
         return config if is_usual else config.replace(batch_invariant_norm="engine", batch_invariant_linear="engine")
     config = in_rank_order(config, mode, log)
     if "max_message_bytes" not in config.origins:
-        # All algorithms of llm_comm add in the same order, so no batch size may fall back to the engine's all-reduce,
-        # which can add in another order.
+        # All algorithms of llm_comm add in the same order, but the engine's all-reduce can add in another order. So no
+        # batch size may fall back to the engine.
         config = config.replace(max_message_bytes=EVERY_SIZE)
     return config
 

@@ -20,8 +20,8 @@ from llm_comm.runtime.rendezvous import Rendezvous
 
 logger = logging.getLogger("llm_comm")
 
-#: Default of ``timeout_s`` in engines, as long as torch's default for NCCL. Ranks of an engine compile and tune kernels
-#: at different speeds, and the first one waits in an all-reduce, so the library's default is too short.
+#: Default of ``timeout_s`` in engines, as long as torch's default for NCCL. The library's default is too short: an
+#: engine's ranks compile and tune kernels at different speeds, and the first one waits in an all-reduce.
 ENGINE_TIMEOUT_S = 600.0
 
 #: Time limit in seconds for all ranks to vote on using llm_comm. A short limit is enough: the engine has just connected

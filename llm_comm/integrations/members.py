@@ -47,9 +47,9 @@ class Member:
     def _watch(self) -> None:
         """End this process when the communicator fails.
 
-        CUDA graphs are replayed without Python, so an exception would reach nobody, and the engine would serve
-        all-reduces that lack a peer. Engines detect the end of a process and stop with an error. torch's NCCL watchdog
-        relies on this too. Wrong results are served for less than 0.6 s.
+        CUDA graphs are replayed without Python, so no exception would reach the engine, and it would serve all-reduces
+        that lack a peer. Engines detect the end of a process and stop with an error. torch's NCCL watchdog relies on
+        this too. Wrong results are served for less than 0.6 s.
         """
         # exits: the exit of another rank ends this process too. Otherwise a kernel of another library, such as NCCL,
         # would wait for that rank forever and block this process.

@@ -5,9 +5,9 @@ such as fake tensors. An operator names its communicator by a string, since a co
 
 Collective calls in a compiled graph must run in the same order on all ranks. Each rank compiles for itself, and only
 data dependencies keep two nodes of a graph in order. Passes and schedulers may reorder independent calls, and their
-choice can depend on timings of one rank. So each call that does not depend on the previous collective call gets a
-result of that call as its last operand, ``after``, which no kernel reads. The operand is added while torch.compile
-traces, before any of its passes. In most models calls depend on each other, and stay as they are.
+choice can depend on timings of one rank. So a call that is independent of the previous collective call gets a result of
+that call as its last operand. No kernel reads this operand, ``after``. It is added while torch.compile traces, before
+any of its passes. In most models calls depend on each other, and stay as they are.
 
 torch's effect tokens (``torch.library._register_effectful_op``) have the same purpose, but are not used. With them
 torch 2.13 cannot compile ``torch.cond`` or ``torch.while_loop`` around a call, and keeps no compiled graph on disk.
@@ -41,8 +41,8 @@ OPERAND = "Tensor? after=None"
 
 _in_order: set[torch._ops.OpOverload] = set()
 _library = torch.library.Library("llm_comm", "DEF")
-# Schema of all-gather and reduce-scatter. Rank and world size are operands, because shapes of results depend on them,
-# and graphs on disk may be shared between ranks and between world sizes.
+# Schema of all-gather and reduce-scatter. Shapes of results depend on rank and world size, and graphs on disk may be
+# shared between ranks and world sizes. So both are operands, which the operator checks.
 _PARTS = "Tensor x, int dim, SymInt[]? sizes, int rank, int world_size, str communicator"
 
 #: Suffix of the operator's name after the operation's name, by ``quantize``.
@@ -164,7 +164,7 @@ def find(communicator: str) -> Operations:
 def all_reduce(x: _Tensor, out: Any, communicator: str) -> Any:
     """Run ``Communicator.all_reduce`` through torch's dispatcher, for tensors that are no plain ones, or are traced.
 
-    The dispatcher adds a node while compiling, makes a fake result for a fake tensor, waits for an
+    The dispatcher adds a node while compiling, and makes a fake result for a fake tensor. It waits for an
     AsyncCollectiveTensor, and raises an error for a DTensor.
     """
     check_outputs("all_reduce", out=out)

@@ -1,10 +1,10 @@
 """Hooks for dense models in older versions of SGLang, whose row-parallel layers all-reduce before the norm.
 
-The hooks move each all-reduce into the norm after it, so that both can be fused. Row-parallel layers are told not to
-all-reduce (SGLang's attribute ``reduce_results``). A decoder layer then returns hidden states that are not yet reduced,
-with a mark that the next layer reads. A layer whose output has other readers all-reduces at its end. Such are the last
-layer, and all layers of a model whose hidden states are captured for a draft model. Hooks of norm and linear layer
-alone would not suffice, since they cannot tell who else reads a tensor.
+The hooks move each all-reduce into the norm after it, so that both can be fused. They switch the all-reduce of
+row-parallel layers off (SGLang's attribute ``reduce_results``). A decoder layer then returns hidden states that are not
+yet reduced, with a mark that the next layer reads. A layer whose output has other readers all-reduces at its end. Such
+are the last layer, and all layers of a model whose hidden states are captured for a draft model. Hooks of norm and
+linear layer alone would not suffice, since they cannot tell who else reads a tensor.
 
 Versions and models:
 
@@ -88,6 +88,7 @@ def _leave_sums(model: Any, layers: list[Any], linears: list[Any], is_possible: 
 
 
 def make_llama(theirs: Any, model: Any, *args: Any, **kwargs: Any) -> None:
+    """Hook of ``LlamaModel.__init__``: have the linear layers of a new model leave their all-reduces to norms."""
     theirs(model, *args, **kwargs)
     from sglang.srt.models.llama import LlamaDecoderLayer
 
@@ -104,6 +105,7 @@ def around_llama_layer(
     forward_batch: Any,
     residual: torch.Tensor | None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
+    """Hook of ``LlamaDecoderLayer.forward``: the same computation, with both all-reduces in the norms after them."""
     place = getattr(layer, "llm_comm_place", None)
     if place is None:
         result: tuple[torch.Tensor, torch.Tensor] = theirs(layer, positions, hidden_states, forward_batch, residual)
@@ -131,6 +133,7 @@ def around_llama_layer(
 
 
 def make_qwen3(theirs: Any, model: Any, *args: Any, **kwargs: Any) -> None:
+    """Hook of ``Qwen3Model.__init__``: have the MLPs of a new model leave their all-reduces to the next layer."""
     theirs(model, *args, **kwargs)
     from sglang.srt.layers.communicator import CommunicateSummableTensorPairFn
     from sglang.srt.models.qwen3 import Qwen3DecoderLayer, Qwen3Model
@@ -152,6 +155,7 @@ def make_qwen3(theirs: Any, model: Any, *args: Any, **kwargs: Any) -> None:
 
 
 def around_qwen3_layer(theirs: Any, layer: Any, *args: Any, **kwargs: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    """Hook of ``Qwen3DecoderLayer.forward``: mark hidden states that lack the MLP's all-reduce, or all-reduce them."""
     result: tuple[torch.Tensor, torch.Tensor] = theirs(layer, *args, **kwargs)
     place = getattr(layer, "llm_comm_place", None)
     if place is None:

@@ -68,6 +68,7 @@ def around_norm(
     weight: torch.Tensor,
     use_attn_tp_group: bool = True,
 ) -> Any:
+    """Hook of ``_forward_with_allreduce_fusion``: all-reduce, residual add and norm by ``sum_and_norm``."""
     if residual is None or not norms_of_boundaries_sum():
         return theirs(norm_module, x, residual, post_residual_addition, weight, use_attn_tp_group)
     if post_residual_addition is not None:
@@ -83,7 +84,7 @@ def sum_and_norm(
 
     Args:
         norm: SGLang's norm module.
-        x: This rank's addend. It may be overwritten, as by SGLang's in-place all-reduce, so nobody may read it later.
+        x: This rank's addend. It may be overwritten, as by SGLang's in-place all-reduce, so it must not be read later.
         residual: Tensor like ``x``, equal on all ranks.
         may_overwrite: Whether the new residual may be written into ``residual``.
         options: Further keyword arguments for ``norm`` if the fused kernel declines.

@@ -79,10 +79,12 @@ def _speculates() -> bool:
 
 
 def around_gate(theirs: Any, batch_size: int) -> bool:
+    """Hook of SGLang's gate (``GATE``): say yes whenever llm_comm's hook of the norm is in effect."""
     return (norms_of_boundaries_sum() and batch_size > 0) or theirs(batch_size)
 
 
 def make_boundary(theirs: Any, boundary: Any, *args: Any, **kwargs: Any) -> None:
+    """Hook of ``LayerCommunicator.__init__``: decide whether MLPs may leave their all-reduces to the next layer."""
     theirs(boundary, *args, **kwargs)
     # Decided once, when layers are made: all groups exist by then. The result is an attribute of the layer because the
     # layer's forward may be compiled.
@@ -90,7 +92,8 @@ def make_boundary(theirs: Any, boundary: Any, *args: Any, **kwargs: Any) -> None
 
 
 def around_deferral(theirs: Any, boundary: Any, forward_batch: Any) -> bool:
-    """Replacement of SGLang's method that decides whether a layer leaves its MLP's all-reduce to the next layer."""
+    """Hook of ``LayerCommunicator.should_fuse_mlp_allreduce_with_next_layer``: return whether a layer leaves its MLP's
+    all-reduce to the next layer."""
     leaves = bool(theirs(boundary, forward_batch))
     if not leaves or not State.is_active or getattr(boundary, "llm_comm_defers", False):
         return leaves
@@ -109,8 +112,8 @@ def _say_why_not_deferred() -> None:
 
 @functools.cache
 def _why_not_deferred() -> str | None:
-    """Return the reason why the next layer may not be the only reader of an MLP's output, or why the output may change
-    on the way, or None."""
+    """Return the reason why an MLP's output may have other readers than the next layer, or may change before that layer
+    reads it. None: neither is possible."""
     if get_parallel().pp_size > 1:
         return "with pipeline parallelism, the next stage reads that of the last layer"
     if _speculates():

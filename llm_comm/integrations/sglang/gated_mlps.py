@@ -22,11 +22,13 @@ from llm_comm.integrations.sglang.linear import by_llm_comm
 
 
 def around_llama_mlp(theirs: Any, mlp: Any, x: torch.Tensor, forward_batch: Any = None) -> Any:
+    """Hook of ``LlamaMLP.forward``."""
     activated = _activated(mlp, x)
     return theirs(mlp, x, forward_batch) if activated is None else mlp.down_proj(activated)[0]
 
 
 def around_qwen2_mlp(theirs: Any, mlp: Any, x: torch.Tensor, forward_batch: Any = None) -> Any:
+    """Hook of ``Qwen2MLP.forward``."""
     activated = _activated(mlp, x)
     if activated is None:
         return theirs(mlp, x, forward_batch)

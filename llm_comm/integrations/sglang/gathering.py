@@ -34,6 +34,7 @@ _library.define(
 
 
 def all_gather_into_tensor(theirs: Any, group: Any, output: torch.Tensor, input: torch.Tensor) -> Any:
+    """Hook of ``GroupCoordinator._all_gather_into_tensor``."""
     parts: Parts | None = getattr(group, PARTS, None)
     if parts is None or parts.all_gather("all_gather_into_tensor", input, out=output) is None:
         return theirs(group, output, input)
@@ -41,6 +42,7 @@ def all_gather_into_tensor(theirs: Any, group: Any, output: torch.Tensor, input:
 
 
 def reduce_scatter_tensor(theirs: Any, group: Any, output: torch.Tensor, input: torch.Tensor) -> Any:
+    """Hook of ``GroupCoordinator._reduce_scatter_tensor``."""
     parts: Parts | None = getattr(group, PARTS, None)
     # Flatten: SGLang's call goes to NCCL, which splits by elements, whatever the shapes are.
     if parts is None or parts.reduce_scatter("reduce_scatter_tensor", input.reshape(-1), out=output) is None:
@@ -55,6 +57,7 @@ def all_gather(
     dim: int = -1,
     output_tensor_list: list[torch.Tensor] | None = None,
 ) -> Any:
+    """Hook of ``GroupCoordinator.all_gather``. Compiled graphs get an operator, which decides at run time."""
     parts: Parts | None = getattr(group, PARTS, None)
     if parts is None or output_tensor_list is not None:
         return theirs(group, input_, dim, output_tensor_list)
@@ -71,7 +74,7 @@ def all_gatherv(
     sizes: list[int] | None = None,
     output: torch.Tensor | None = None,
 ) -> Any:
-    """Replacement of ``GroupCoordinator.all_gatherv``. Like SGLang's method it returns a list, also for one tensor."""
+    """Hook of ``GroupCoordinator.all_gatherv``. Like SGLang's method it returns a list, also for one tensor."""
     parts: Parts | None = getattr(group, PARTS, None)
     inputs = [input_] if isinstance(input_, torch.Tensor) else input_
     if parts is None or (inputs is input_ and output is not None):  # SGLang raises its own error for a list with output
@@ -92,6 +95,7 @@ def reduce_scatterv(
     output: torch.Tensor | None = None,
     sizes: list[int] | None = None,
 ) -> Any:
+    """Hook of ``GroupCoordinator.reduce_scatterv``."""
     parts: Parts | None = getattr(group, PARTS, None)
     result = None if parts is None else parts.reduce_scatter("reduce_scatterv", input_, 0, sizes, output)
     return theirs(group, input_, output, sizes) if result is None else result

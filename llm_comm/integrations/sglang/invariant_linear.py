@@ -39,6 +39,7 @@ def activate(group: Any) -> None:
 
 
 def around_apply(theirs: Any, method: Any, layer: Any, x: torch.Tensor, bias: torch.Tensor | None = None) -> Any:
+    """Hook of ``UnquantizedLinearMethod.apply``: use llm_comm if it serves the layer's weight."""
     weight = layer.weight
     if (
         _State.group is None

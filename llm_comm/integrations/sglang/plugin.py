@@ -63,7 +63,7 @@ def register() -> None:
 
 
 def make_all_groups(theirs: Any, *args: Any, **kwargs: Any) -> Any:
-    """Replacement of ``initialize_model_parallel``: predict the groups, then make them as SGLang does."""
+    """Hook of ``initialize_model_parallel``: predict the groups, then make them as SGLang does."""
     try:
         from llm_comm.integrations.sglang import groups
 
@@ -74,7 +74,7 @@ def make_all_groups(theirs: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 def make_group(theirs: Any, group: Any, *args: Any, **kwargs: Any) -> None:
-    """Replacement of ``GroupCoordinator.__init__``: make the group as SGLang does, then set llm_comm up for it.
+    """Hook of ``GroupCoordinator.__init__``: make the group as SGLang does, then set llm_comm up for it.
 
     Raises:
         ConfigError: A rank has a wrong option. The scheduler of every rank ends with the error, so SGLang does not
@@ -93,6 +93,7 @@ def make_group(theirs: Any, group: Any, *args: Any, **kwargs: Any) -> None:
 
 
 def destroy_group(theirs: Any, group: Any) -> None:
+    """Hook of ``GroupCoordinator.destroy``: close llm_comm in the group, then destroy it as SGLang does."""
     for ours in (getattr(group, "ca_comm", None), getattr(group, "llm_comm_parts", None)):
         close = getattr(ours, "leave", None)
         if close is not None:

@@ -172,8 +172,8 @@ class LlmCommCommunicator(CudaCommunicator):  # type: ignore[misc]
             return None
         # detach returns a plain tensor. A parameter of vLLM's classes would go through torch's dispatcher once more.
         linear_weight = linear_weight.detach()
-        # Declining on this rank alone is safe: the caller then runs the layer and the same all-reduce by itself, and
-        # that all-reduce matches the one in the fused kernel of the other ranks.
+        # Declining on this rank alone is safe: the caller then runs the layer, and after it the same fused all-reduce
+        # with norm. That launch matches the second launch of the other ranks' calls.
         results = member.communicator.try_linear_all_reduce_add_rms_norm(
             x,
             linear_weight,
