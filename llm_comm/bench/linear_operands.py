@@ -57,7 +57,7 @@ class Operands:
 
     @property
     def silu(self) -> bool:
-        """Whether the weights are those of gate and up."""
+        """True if the weights are those of gate and up."""
         return self.weights[0].shape[0] != self.out.shape[1]
 
     @staticmethod

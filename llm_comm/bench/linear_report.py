@@ -69,7 +69,7 @@ class LayerRow:
 
     @property
     def wrong(self) -> bool:
-        """Whether any result is wrong."""
+        """True if any result is wrong."""
         return bool(self.wrong_ones())
 
     def ratio(self, other: str, ours: str) -> float | None:

@@ -116,6 +116,7 @@ class Sources:
         return [] if rest else [node for node in bound if not _is_star(node)]
 
     def _inside(self, module: str, owners: list[ast.AST], path: list[str], depth: int) -> list[ast.AST]:
+        """Return the statements that bind ``path`` inside a class, or in one of its base classes."""
         name, *rest = path
         for owner in owners:
             if not isinstance(owner, ast.ClassDef):
@@ -132,6 +133,7 @@ class Sources:
 
 
 def _bindings(body: list[ast.stmt], name: str) -> Iterator[ast.AST]:
+    """Yield the statements of a body that bind ``name``, also inside of if, try and with."""
     for node in body:
         if isinstance(node, (*_Function, ast.ClassDef)):
             if node.name == name:
@@ -154,6 +156,7 @@ def _bindings(body: list[ast.stmt], name: str) -> Iterator[ast.AST]:
 
 
 def _set_on_self(owner: ast.ClassDef, name: str) -> Iterator[ast.AST]:
+    """Yield the first assignment to ``self.name`` in the methods of a class."""
     for node in ast.walk(owner):
         match node:
             case ast.Attribute(value=ast.Name(id="self"), attr=attribute, ctx=ast.Store()) if attribute == name:
@@ -166,6 +169,7 @@ def _is_star(node: ast.AST) -> bool:
 
 
 def _absolute(node: ast.ImportFrom, module: str, is_package: bool) -> str:
+    """Return the absolute name of the module from which ``module`` imports."""
     if node.level == 0:
         return node.module or ""
     above = module.split(".")[: len(module.split(".")) - node.level + is_package]
@@ -184,6 +188,7 @@ def _parameters(function: ast.FunctionDef | ast.AsyncFunctionDef) -> tuple[str, 
 
 
 def _text(node: object) -> str:
+    """Serialize a syntax tree. Equal for all versions of Python, and independent of docstrings."""
     if isinstance(node, list):
         return f"[{','.join(map(_text, node))}]"
     if not isinstance(node, ast.AST):

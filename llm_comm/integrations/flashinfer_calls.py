@@ -94,6 +94,7 @@ def around_fusion(theirs: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 def _by_llm_comm(call: dict[str, Any]) -> torch.Tensor | None:
+    """Compute a call, given its keyword arguments; None if the group is not served or llm_comm declines the call."""
     served = _served.get(getattr(call.get("workspace"), _RANKS, ()))
     if served is None:
         return None

@@ -49,12 +49,12 @@ class Parts:
 
     @property
     def gathers(self) -> bool:
-        """Whether llm_comm serves all-gathers of this group."""
+        """True if llm_comm serves all-gathers of this group."""
         return self._gathers is not None
 
     @property
     def scatters(self) -> bool:
-        """Whether llm_comm serves reduce-scatters of this group."""
+        """True if llm_comm serves reduce-scatters of this group."""
         return self._scatters is not None
 
     def all_gather(
@@ -105,6 +105,7 @@ class Parts:
         sizes: Sequence[int] | None,
         out: torch.Tensor | None,
     ) -> torch.Tensor | None:
+        """Run an operation if it is accepted, and log the first call of each method; None if it is declined."""
         if operation is None:
             return None
         # Must precede the decision, which reads the layout: ranks with different sizes can differ in it. A shard of one

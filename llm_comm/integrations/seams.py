@@ -163,6 +163,7 @@ class Table:
         return found
 
     def _is_void(self, row: Row) -> bool:
+        """Return whether the row's condition ``where`` excludes this release."""
         return bool(row.where) and self.has(row.where.removeprefix("!")) == row.where.startswith("!")
 
     def objection(self, row: Row) -> str | None:

@@ -90,6 +90,13 @@ def _order_last_call(graph: torch.fx.Graph) -> None:
 
 
 def _order(before: _Node, call: _Node, later: list[_Node]) -> None:
+    """Give ``call`` a result of ``before`` as its last operand, unless ``call`` already depends on ``before``.
+
+    Args:
+        before: Previous ordered call.
+        call: Last ordered call.
+        later: All nodes after ``before``, from last to first.
+    """
     dependent = {before}
     for node in reversed(later):
         if not dependent.isdisjoint(node.all_input_nodes):
@@ -280,6 +287,7 @@ def define(schema: str, function: Callable[..., Any], fake: Callable[..., Any], 
     names = [argument.name for argument in operator._schema.arguments if argument.name != "after"]
 
     def check_and_redispatch(keys: torch._C.DispatchKeySet, *arguments: Any, **options: Any) -> Any:
+        """Kernel of autograd's key: refuse operands that require a gradient, then call the implementation."""
         # Check here: only under autograd's key do operands show requires_grad and tangents as the caller sees them,
         # also within transforms of torch.func.
         check_constant(name, **dict(zip(names, arguments, strict=False)))

@@ -8,8 +8,8 @@ from typing import Any
 
 from sglang.srt.runtime_context import get_parallel
 
-#: Kinds of this process's groups that llm_comm may serve, in the order of their creation. Set before SGLang makes them;
-#: empty if unknown.
+#: Kinds of this process's groups that llm_comm may serve, "tp" first. Set before SGLang makes the groups; empty if
+#: unknown.
 served: tuple[str, ...] = ()
 
 # Sizes of parallelism, by kind: the parameter of ``initialize_model_parallel`` (up to 0.5.20), and the attribute of
@@ -44,6 +44,7 @@ def of_call(initialize: Callable[..., Any], args: tuple[Any, ...], kwargs: Mappi
 
 
 def _served(widths: Mapping[str, int | None], pdmux: bool) -> list[str]:
+    """Return the kinds of groups that will have several ranks, "tp" first."""
     width = {name: value or 1 for name, value in widths.items()}
     tp, cp, ep, moe_dp = (width[name] for name in ("tp", "attn_cp", "moe_ep", "moe_dp"))
     attention_tp = tp // cp // width["attn_dp"]

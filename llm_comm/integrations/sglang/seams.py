@@ -208,6 +208,11 @@ ROWS = (
 
 
 def _install(symbol: str, patch: Callable[..., Any]) -> None:
+    """Replace a symbol: SGLang's own by SGLang's hook registry, others by ``replace``.
+
+    Raises:
+        RuntimeError: SGLang's registry could not hook the symbol.
+    """
     if not symbol.startswith("sglang."):
         replace(symbol, patch)
         return

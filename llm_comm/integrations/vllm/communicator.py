@@ -263,6 +263,7 @@ class LlmCommCommunicator(CudaCommunicator):  # type: ignore[misc]
         self._release()
 
     def resume(self, *args: Any, **kwargs: Any) -> None:
+        """Restore memory before vLLM wakes up."""
         self._restore()
         super().resume(*args, **kwargs)
 
@@ -272,6 +273,7 @@ class LlmCommCommunicator(CudaCommunicator):  # type: ignore[misc]
         self._release()
 
     def checkpoint_restore(self, *args: Any, **kwargs: Any) -> None:
+        """Restore memory after a checkpoint of the process."""
         self._restore()
         super().checkpoint_restore(*args, **kwargs)
 
@@ -284,6 +286,7 @@ class LlmCommCommunicator(CudaCommunicator):  # type: ignore[misc]
             sleeping.restore(self.unique_name, self._llm_comm, logger)
 
     def destroy(self) -> None:
+        """Close llm_comm in this group, then vLLM's communicator."""
         member, self._member, self._llm_comm, self._parts = self._member, None, None, None
         try:
             if member is not None:
@@ -293,6 +296,7 @@ class LlmCommCommunicator(CudaCommunicator):  # type: ignore[misc]
             super().destroy()
 
     def _serving(self) -> members.Member | None:
+        """Return this rank's membership; None if llm_comm does not serve the group."""
         return None if self._llm_comm is None else self._member
 
     def _prefers(self, outputs: int, inputs: int, **kind: bool) -> bool:

@@ -65,6 +65,7 @@ def _switched_off(config: EngineOptions) -> str | None:
 
 
 def _why_not_compiled(config: EngineOptions) -> str | None:
+    """Return the reason why options or model rule fused norms in compiled graphs out, or None. Import the passes."""
     from vllm.config import CompilationMode
 
     vllm_config = get_current_vllm_config_or_none()
