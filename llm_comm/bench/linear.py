@@ -1,18 +1,23 @@
-"""``llm-comm bench linear``: the layer before an all-reduce, y = x W^T, alone and with what comes behind.
+"""``llm-comm bench linear``: linear layers y = x W^T, alone and followed by all-reduce, residual add and RMSNorm.
 
-A CUDA graph holds a chain of layers, each with a weight of its own: so many that none is in the L2 cache when its turn
-comes, as in a model. Alone, llm_comm's layer stands beside cuBLAS. With more than one rank the chain is layer +
-all-reduce + residual add + RMSNorm too: llm_comm's in one call, cuBLAS with llm_comm's or with NCCL's all-reduce, and
-cuBLAS with add and norm alone, as if communication were free.
+A CUDA graph holds a chain of layers, each with a weight of its own. There are enough weights that none is in the L2
+cache when its layer runs, as in a model.
 
-With ``--fp8`` the layers are of FP8, beside torch's and vLLM's, on each rank alone.
+Layers alone are compared with cuBLAS. With several ranks, chains of layer, all-reduce, residual add and RMSNorm are
+compared too:
 
-With ``--silu`` the layers are gate-and-up projections with silu-and-mul: llm_comm's in one kernel beside cuBLAS and a
-kernel for silu-and-mul, on each rank alone.
+* llm_comm in one call;
+* cuBLAS with llm_comm's fused all-reduce;
+* cuBLAS with NCCL's all-reduce;
+* cuBLAS with add and norm but no all-reduce, as if communication were free.
 
-Of more than 64 tokens the layer is ``Communicator.linear_of_any_batch``, on each rank alone.
+Variants, each without chains:
 
-What llm_comm takes part in is timed with and without dependent launches (``Config.pdl``), the others once.
+* ``--fp8``: FP8 layers, compared with torch's and vLLM's kernels.
+* ``--silu``: gate-and-up projections with silu-and-mul, in one kernel of llm_comm and in two kernels of others.
+* more than 64 tokens: ``Communicator.linear_of_any_batch``.
+
+Arms with kernels of llm_comm are timed with and without dependent launches (``Config.pdl``), other arms once.
 """
 
 from __future__ import annotations
@@ -58,16 +63,16 @@ from llm_comm.config import Config
 from llm_comm.errors import ConfigError
 from llm_comm.operations.fp8 import FP8
 
-#: Outputs and inputs of layers of Llama-3.3-70B and Qwen3-32B, in 8 parts.
+#: Outputs and inputs of row-parallel layers of Llama-3.3-70B and Qwen3-32B on one rank at TP=8.
 SHAPES = ((8192, 1024), (8192, 3584), (5120, 1024), (5120, 3200))
-#: The same of their gate-and-up projections.
+#: Outputs and inputs of the gate-and-up projections of the same models, on one rank at TP=8.
 SILU_SHAPES = ((3584, 8192), (3200, 5120))
 TOKENS = (1, 4, 16, 64)
-#: A chunk of a prefill. Results of more, in float64 for each weight, would fill a GPU.
+#: Maximum tokens, a chunk of a prefill. The float64 references of more, one for each weight, would fill a GPU.
 MOST_TOKENS = 4096
 _WEIGHT_BYTES = 600 << 20
 _REPS = 20
-# Emulated: that results are right, in seconds.
+# Sizes for emulated GPUs, which only check results and must finish in seconds.
 _EMULATED_SHAPES = ((192, 128), (64, 320))
 _EMULATED_FP8_SHAPES = ((192, 128), (64, 384))
 _EMULATED_TOKENS = (1, 9)
@@ -77,10 +82,10 @@ _PDL = {"on": (True,), "off": (False,), "both": (True, False)}
 
 
 def run(args: argparse.Namespace) -> int:
-    """``llm-comm bench linear``. Returns 0, or 1 when a result was wrong or a file could not be written.
+    """Run ``llm-comm bench linear``. Return 0, or 1 if a result was wrong or a file could not be written.
 
     Raises:
-        ConfigError: the options do not fit together or this machine, or the configuration is wrong.
+        ConfigError: The options do not fit together or do not fit this machine, or the configuration is wrong.
     """
     world = 1 if args.choices and not launch.in_rank() and args.world is None else args.world
     placement = launch.place(world, args.device, least=1)
@@ -119,7 +124,7 @@ def _run_rank(args: argparse.Namespace, placement: Placement, group: dist.Proces
 
 
 def _publish(args: argparse.Namespace, placement: Placement, rows: Sequence[LayerRow]) -> bool:
-    """Returns whether all files were written."""
+    """Print the tables and write the files. Return whether all files were written."""
     kind = "gate-and-up projections with silu-and-mul" if args.silu else "linear layers"
     kind += f" of FP8, a scale for each {args.fp8}" if args.fp8 else ""
     title = f"{kind}, {args.dtype}, {placement.describe()}"
@@ -148,15 +153,18 @@ def _publish(args: argparse.Namespace, placement: Placement, rows: Sequence[Laye
 
 
 class LayerBench:
-    """Measures on this rank; its methods are collective.
+    """Benchmark of linear layers on this rank. The methods are collective.
 
     Args:
-        comms: With and without dependent launches.
+        comms: Communicators, each with its setting of dependent launches (PDL).
+        group: Group of the ranks.
         reps: Timed runs of a chain.
-        choices: Whether to time choices of the layer's kernel too.
-        chains: Whether to time what comes behind a layer too, where there are several ranks.
-        silu: Whether the layers are gate-and-up projections with silu-and-mul behind them.
-        fp8: ``"row"`` or ``"tensor"``: operands are FP8, and have a scale for each; None: of the dtype of results.
+        progress: Display of progress.
+        choices: Whether to time other tilings of llm_comm's kernel too.
+        chains: Whether to time layer, all-reduce, add and norm too, if there are several ranks.
+        silu: Whether the layers are gate-and-up projections with silu-and-mul.
+        fp8: ``"row"`` or ``"tensor"``: operands are FP8, with a scale for each row or tensor. None: operands have the
+            dtype of results.
     """
 
     def __init__(
@@ -178,7 +186,14 @@ class LayerBench:
     def rows(
         self, shape: tuple[int, int], tokens: Sequence[int], dtype: torch.dtype, weight_bytes: int | None
     ) -> list[LayerRow]:
-        """Checks and times everything at one shape."""
+        """Check and time all arms at one shape.
+
+        Args:
+            shape: Outputs and inputs.
+            tokens: Batch sizes.
+            dtype: Dtype of results.
+            weight_bytes: Total bytes of the weights of a chain; None: enough to exceed the L2 cache.
+        """
         outputs, inputs = shape
         shape_of_weight = (2 * outputs if self._silu else outputs, inputs)
         factors = FP8 if self._fp8 else dtype
@@ -191,7 +206,7 @@ class LayerBench:
             else:
                 operands = Operands.of(weights, rows_of_x, self._comm.rank, silu=self._silu)
             judge = self._judge(operands)
-            # What is behind a layer has no kernels for FP8, silu-and-mul or many tokens.
+            # Chains exist for unquantized layers of few tokens without activation only.
             with_chains = self._chains and self._comm.world_size > 1 and not are_many(rows_of_x)
             judge_of_chains = judge if isinstance(judge, Judge) and with_chains else None
             what = f"linear {shape[0]}x{shape[1]}, {rows_of_x} tokens"
@@ -223,14 +238,14 @@ class LayerBench:
         if self._comm.is_emulated and weight_bytes is None:
             return _EMULATED_WEIGHTS
         count = max(_EMULATED_WEIGHTS, -(-(weight_bytes or _WEIGHT_BYTES) // bytes_each))
-        # Two more for the calls before the clock starts: what they have read is warm.
+        # Add weights for the untimed calls at the start, which leave their weights in the L2 cache.
         return count if self._comm.is_emulated else count + ALIGNING_CALLS
 
     def _calls(self, weights: Sequence[Tensor]) -> int:
         return len(weights) if self._comm.is_emulated else len(weights) - ALIGNING_CALLS
 
     def _measure(self, arm: Arm, weights: Sequence[Tensor], what: str) -> Result:
-        """Checks the result of every weight, and times the chain if all are right."""
+        """Check the result with every weight, and time the chain if all are right."""
         self._progress.show(f"{what}: {arm.name}")
 
         def check() -> float:
@@ -240,7 +255,8 @@ class LayerBench:
         if failure:
             return Result(skipped=failure)
         if not self._comm.is_emulated:
-            # All but the last, whose result is there already.
+            # Replay all layers but the last. The output buffer still holds the last layer's result from ``check``, so
+            # a replay that writes nothing would be detected.
             replay = replayable(in_turn(arm.call, weights), len(weights) - 1)
             error = max(error, arm.error(replay(), len(weights) - 2))
             _, error = first_failure("", error, self._group)
@@ -258,7 +274,7 @@ class LayerBench:
     def _of_choices(
         self, comm: Communicator, operands: Operands, judge: JudgeOfLayers, what: str
     ) -> tuple[Sequence[Choice], Choice | None]:
-        """All choices that are worth a try, and the fastest."""
+        """Time the most promising tilings of the kernel. Return all of them, and the fastest one, timed again."""
         timed: list[tuple[Choice, Arm]] = []
         for choice, arm in arms_of_choices(comm, operands, judge):
             result = self._measure(arm, operands.weights, what)
@@ -267,7 +283,7 @@ class LayerBench:
         best = None
         if right:
             best, arm = min(right, key=lambda one: one[0].result.us or 0.0)
-            # The best of many was lucky as well: its second time counts.
+            # The best of many times is partly luck, so the tiling is timed again and its second time counts.
             best = best._replace(result=self._measure(arm, operands.weights, what))
         return [choice for choice, _ in timed], best
 
@@ -275,10 +291,10 @@ class LayerBench:
 def in_turn(
     call: Callable[[Tensor], tuple[Tensor, ...]], weights: Sequence[Tensor]
 ) -> Callable[[], tuple[Tensor, ...]]:
-    """A call of the next weight, of the first again behind the last."""
+    """Return a function that calls ``call`` with the next weight each time, in a cycle."""
     turn = itertools.cycle(weights)
     return lambda: call(next(turn))
 
 
 def _nothing() -> None:
-    """No arm changes its inputs."""
+    """Reset the inputs between runs: nothing to do, since no arm changes its inputs."""

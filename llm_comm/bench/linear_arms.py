@@ -1,4 +1,4 @@
-"""The ways to compute linear layers that ``llm-comm bench linear`` times."""
+"""Arms of ``llm-comm bench linear``: implementations of linear layers, and of chains with an all-reduce and a norm."""
 
 from __future__ import annotations
 
@@ -21,19 +21,19 @@ from llm_comm.communicator import Communicator
 from llm_comm.errors import ConfigError
 from llm_comm.planning.layers import inputs_multiple, takes_features
 
-#: Layer, sum over the ranks, add and norm as one call.
+#: Column head of the arm that computes layer, all-reduce, add and norm in one call.
 FUSED = f"{OURS} fused"
-#: Column head of the kernel that vLLM uses.
+#: Column head of vLLM's FP8 kernel.
 CUTLASS = "vllm cutlass"
 FP8_REMARK = "scaled_mm: torch._scaled_mm with fast accumulation"
 SILU_REMARK = "silu-and-mul behind cublas: what torch.compile makes one kernel of"
-#: Tilings of a layer that are timed: for nine of ten layers one of the first 12 is within 1.1 % of the best of all
-#: (docs/experiments/linear.md, "The kernel's own choice").
+#: Number of tilings of a layer that are timed. For 90 % of layers the best of the first 12 is within 1.1 % of the best
+#: of all (docs/experiments/linear.md, "The kernel's own choice").
 _MOST_CHOICES = 12
 
 
 class Names(NamedTuple):
-    """Column heads of what llm_comm is compared with."""
+    """Column heads of the arms that llm_comm is compared with."""
 
     layer: str
     layer_and_ours: str
@@ -42,11 +42,12 @@ class Names(NamedTuple):
 
     @staticmethod
     def of(on_gpu: bool, silu: bool = False, fp8: bool = False) -> Names:
-        """On emulated devices neither cuBLAS nor NCCL takes part.
+        """Return the column heads for a device. On emulated GPUs torch's CPU code and gloo replace cuBLAS and NCCL.
 
         Args:
-            silu: Whether silu-and-mul stands behind the layer.
-            fp8: Whether its operands are FP8.
+            on_gpu: Whether the device is a GPU.
+            silu: Whether silu-and-mul follows the layer.
+            fp8: Whether the operands are FP8.
         """
         layer, other = ("scaled_mm" if fp8 else "cublas", "nccl") if on_gpu else ("mm", "gloo")
         layer += " + silu" if silu else ""
@@ -55,12 +56,13 @@ class Names(NamedTuple):
 
 @dataclass(frozen=True)
 class Arm:
-    """One way to do it.
+    """Implementation of a layer or of a chain.
 
     Attributes:
         name: Column head.
-        call: Enqueues a layer, and what comes behind it, by its weight, and returns the results.
-        error: How far off the results of the layer of an index are; above 1 they are wrong.
+        call: Function that enqueues the layer with a given weight, and all that follows in a chain. Returns the
+            results.
+        error: Function that returns the error of results, given the index of the weight. Above 1 they are wrong.
     """
 
     name: str
@@ -75,7 +77,18 @@ def check_layers(
     fp8: bool = False,
     most_tokens: int = _core.linear_max_tokens,
 ) -> None:
-    """Raises ConfigError unless there are kernels for such layers: outputs and inputs, which ``option`` has named."""
+    """Check that llm_comm has kernels for these layers.
+
+    Args:
+        shapes: Outputs and inputs of each layer.
+        tokens: Batch sizes.
+        option: Name of the option that gave ``shapes``, for the error.
+        fp8: Whether operands are FP8.
+        most_tokens: Maximum batch size.
+
+    Raises:
+        ConfigError: A layer or a batch size has no kernel.
+    """
     multiple = inputs_multiple(fp8)
     for outputs, inputs in shapes:
         if not (takes_features(outputs) and takes_features(inputs, multiple)):
@@ -88,17 +101,17 @@ def check_layers(
 
 
 def are_many(tokens: int) -> bool:
-    """Whether only ``Communicator.linear_of_any_batch`` takes so many."""
+    """Return whether a batch is too large for ``Communicator.linear``, and needs ``linear_of_any_batch``."""
     return tokens > _core.linear_max_tokens
 
 
 def layer_arm(name: str, call: Callable[[Tensor], tuple[Tensor, ...]], judge: JudgeOfLayers, rounds_once: bool) -> Arm:
-    """A layer alone."""
+    """Return an arm with a layer alone."""
     return Arm(name, call, lambda found, index: judge.layer(found[0], index, rounds_once))
 
 
 def our_layer(comm: Communicator, operands: Operands, judge: JudgeOfLayers) -> Arm:
-    """llm_comm's layer alone: of FP8, or with silu-and-mul in its kernel, as the operands are."""
+    """Return the arm with llm_comm's layer alone: plain, FP8, or with silu-and-mul, according to the operands."""
     x, out = operands.x, operands.out
     linear: Callable[..., Tensor] = comm.linear_of_any_batch if are_many(len(x)) else comm.linear
     if operands.silu:
@@ -110,7 +123,7 @@ def our_layer(comm: Communicator, operands: Operands, judge: JudgeOfLayers) -> A
 
 
 def our_chains(comm: Communicator, operands: Operands, judge: Judge) -> list[Arm]:
-    """Layer, all-reduce, add and norm, in one call of a communicator, and with the layer by cuBLAS."""
+    """Return two arms with layer, all-reduce, add and norm: all by llm_comm in one call, and with cuBLAS's layer."""
     x, residual, norm_weight = operands.x, operands.residual, operands.norm_weight
     out, residual_out = operands.out, operands.residual_out
     summand = torch.empty_like(out)
@@ -135,8 +148,11 @@ def our_chains(comm: Communicator, operands: Operands, judge: Judge) -> list[Arm
 
 
 def other_layers(comm: Communicator, operands: Operands, judge: JudgeOfLayers) -> Iterator[Arm]:
-    """The layer alone by cuBLAS, with a kernel for silu-and-mul behind it where the operands want it; of FP8 by torch,
-    and by vLLM where it can be imported."""
+    """Yield the arms with other libraries' layers alone.
+
+    FP8 layers: torch's kernel, and vLLM's if vLLM can be imported. Other layers: cuBLAS, with a kernel for silu-and-mul
+    if the operands need it.
+    """
     x, out, scales = operands.x, operands.out, operands.scales
     name = Names.of(not comm.is_emulated, operands.silu, scales is not None).layer
     if scales is not None:
@@ -157,7 +173,8 @@ def other_layers(comm: Communicator, operands: Operands, judge: JudgeOfLayers) -
 
 
 def other_chains(comm: Communicator, group: dist.ProcessGroup, operands: Operands, judge: Judge) -> list[Arm]:
-    """The layer by cuBLAS with another library's all-reduce, add and norm behind it, and with add and norm alone."""
+    """Return two arms with cuBLAS's layer: with NCCL's (gloo's) all-reduce, add and norm, and with add and norm
+    alone."""
     x, residual, norm_weight, out = operands.x, operands.residual, operands.norm_weight, operands.out
     names, norm = Names.of(not comm.is_emulated), as_engines_run(add_rms_norm, comm)
 
@@ -187,7 +204,7 @@ def _has_cutlass() -> bool:
 
 
 def silu_and_mul(products: Tensor) -> Tensor:
-    """``silu(gate) * up`` of the two halves of a row."""
+    """Compute ``silu(gate) * up``. ``gate`` and ``up`` are the two halves of each row."""
     gate, up = products.chunk(2, dim=-1)
     return torch.nn.functional.silu(gate) * up
 
@@ -203,7 +220,7 @@ def _pair(found: tuple[Tensor, ...]) -> Outputs:
 def arms_of_choices(
     comm: Communicator, operands: Operands, judge: JudgeOfLayers
 ) -> Iterator[tuple[_core.LinearChoice, Arm]]:
-    """The layer by tilings that are worth a try."""
+    """Yield arms with llm_comm's layer by the most promising tilings, each with its tiling."""
     layer = operands.x, operands.out, operands.scales or (), operands.silu
     for choice in choices_of(comm, *layer)[:_MOST_CHOICES]:
         name = f"{choice.block_outputs} outputs, {choice.stages} of {choice.stage_boxes}"

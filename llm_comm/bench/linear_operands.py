@@ -1,8 +1,9 @@
-"""Operands of the linear layers that ``llm-comm bench linear`` times, and what judges their results.
+"""Operands of the linear layers that ``llm-comm bench linear`` times, and checks of their results.
 
-Tensor cores of Hopper multiply FP8 exactly, but add with fewer bits than fp32 has: an instruction aligns its 32
-products and the sum so far to the largest of them, and keeps 13 bits behind its leading one ("around 14 bits", 3.3.2 of
-DeepSeek-V3, arXiv 2412.19437). What a sum may be off by follows from that, for operands that are known.
+Results are compared with float64 references. The allowed error of FP8 layers needs a model of the hardware: tensor
+cores of Hopper multiply FP8 exactly, but add with fewer bits than fp32. An instruction aligns its 32 products and the
+accumulator to the largest of them. It keeps 13 bits after the leading one ("around 14 bits", 3.3.2 of DeepSeek-V3,
+arXiv 2412.19437). This gives a bound of the error for known operands.
 """
 
 from __future__ import annotations
@@ -21,27 +22,29 @@ from llm_comm.bench.layer_chains import FP8_SPREAD
 from llm_comm.bench.reference import Outputs, norm_error, worst
 
 _ALIKE_SEED, _X_SEED, _SCALES_SEED = 1, 1000, 3000
-# How far silu moves at most where its gate moves by 1.
+# Maximum slope of silu.
 _STEEPEST = 1.1
-#: Columns of an instruction, and of a box: boxes of even number are added by one team, the others by another.
+#: Columns of an instruction, and of a TMA tile. In llm_comm's kernel one group of warps accumulates the tiles with even
+#: numbers, and another group those with odd numbers.
 _STEP, _BOX = 32, 128
-#: What one addend of an instruction may lose, relative to the largest.
+#: Maximum error of one addend of an instruction, relative to the largest addend.
 _CUT = 2.0**-13
-#: By how much more kernels may be off that add in another order: one chain in place of two, or many.
+#: Factor by which the allowed error is larger for kernels that add in another order than llm_comm's.
 _ANY_ORDER = 4.0
 
 
 @dataclass(frozen=True)
 class Operands:
-    """What layers work on. ``x`` and the weights differ by rank; residual and weight of the norm do not.
+    """Operands of a chain of layers. ``x`` and the weights differ between ranks; ``residual`` and ``norm_weight`` are
+    equal.
 
     Attributes:
-        weights: [outputs, inputs] each, or [2 * outputs, inputs], of gate and up.
-        x: [tokens, inputs].
-        residual: [tokens, outputs].
-        norm_weight: [outputs].
-        out, residual_out: [tokens, outputs], for results; NaN until there is one.
-        scales: Of FP8: those of x, and of a weight, the same for all of them.
+        weights: Weights of the layers, [outputs, inputs] each; [2 * outputs, inputs] for gate and up.
+        x: Input of all layers, [tokens, inputs].
+        residual: Residual of the norm, [tokens, outputs].
+        norm_weight: Weight of the norm, [outputs].
+        out, residual_out: Output buffers, [tokens, outputs], filled with NaN at first.
+        scales: Scale of x and scale of the weights for FP8 operands, else None. All weights share one scale tensor.
     """
 
     weights: Sequence[Tensor]
@@ -54,12 +57,19 @@ class Operands:
 
     @property
     def silu(self) -> bool:
-        """Whether the weights are of gate and up."""
+        """True if the weights are those of gate and up."""
         return self.weights[0].shape[0] != self.out.shape[1]
 
     @staticmethod
     def of(weights: Sequence[Tensor], tokens: int, rank: int, silu: bool = False) -> Operands:
-        """For some tokens of a rank; ``silu``: of weights of gate and up."""
+        """Make random operands for one rank.
+
+        Args:
+            weights: Weights of the layers.
+            tokens: Batch size.
+            rank: Rank, which selects the seed of ``x``.
+            silu: Whether the weights are those of gate and up.
+        """
         like = weights[0]
         rows, inputs = like.shape
         outputs = rows // 2 if silu else rows
@@ -75,11 +85,14 @@ class Operands:
 
     @staticmethod
     def of_fp8(weights: Sequence[Tensor], tokens: int, rank: int, dtype: torch.dtype, per_row: bool) -> Operands:
-        """The same of FP8 weights, as ``make_weights`` makes them.
+        """Make random operands with FP8 weights for one rank.
 
         Args:
-            dtype: Of results.
-            per_row: Whether each row of x and of the weight has a scale of its own; else each tensor.
+            weights: FP8 weights of ``make_weights``.
+            tokens: Batch size.
+            rank: Rank, which selects the seeds.
+            dtype: Dtype of results.
+            per_row: Whether each row of x and of the weight has a scale; otherwise each tensor has one.
         """
         like = weights[0]
         inputs = like.shape[1]
@@ -100,8 +113,13 @@ def _generator(device: torch.device, seed: int) -> torch.Generator:
 
 
 class _Exact(NamedTuple):
-    """In float64, [layers, tokens, outputs] each: a result, or its sum over the ranks; the sum of the magnitudes of the
-    ranks' results; and of all products in them."""
+    """Float64 references of all layers, [layers, tokens, outputs] each: of this rank, or summed over ranks.
+
+    Attributes:
+        total: Results, or their sum over ranks.
+        results: Magnitudes of results, summed over ranks.
+        products: Magnitudes of all products in the results, summed over ranks.
+    """
 
     total: Tensor
     results: Tensor
@@ -109,16 +127,16 @@ class _Exact(NamedTuple):
 
 
 class JudgeOfLayers(Protocol):
-    """Judges what layers alone return."""
+    """Check of results of layers alone."""
 
     def layer(self, out: Tensor, index: int, rounds_once: bool) -> float:
-        """As ``Judge.layer``."""
+        """Return the error of one layer's result, as a fraction of the allowed error; above 1 it is wrong."""
 
 
 class Judge:
-    """The results of all layers in float64, of this rank and summed over the ranks, which judge those of an arm.
+    """Check of results of unquantized layers and chains, by float64 references of this rank and summed over ranks.
 
-    Collective, where there is more than one rank.
+    The constructor is collective if there are several ranks.
     """
 
     def __init__(self, operands: Operands, group: dist.ProcessGroup) -> None:
@@ -134,21 +152,31 @@ class Judge:
                 dist.all_reduce(tensor, group=group)
 
     def layer(self, out: Tensor, index: int, rounds_once: bool) -> float:
-        """How far off the result of one layer is, as a fraction of what rounding explains; above 1 it is wrong.
+        """Return the error of one layer's result, as a fraction of what rounding explains; above 1 it is wrong.
 
         Args:
-            rounds_once: Allow a float32 accumulation and one rounding to the dtype; otherwise every partial sum may be
-                rounded, as cuBLAS may where it splits the products.
+            out: Result of the layer.
+            index: Index of the weight.
+            rounds_once: Whether only fp32 accumulation and one rounding to the dtype are allowed. Otherwise every
+                partial sum may be rounded, as in split-K kernels of cuBLAS.
         """
         allowed = self._allowed(self._alone, index, out.dtype, rounds_once)
         return worst(out.double() - self._alone.total[index], allowed)
 
     def chain(self, outputs: Outputs, index: int, layer_rounds_once: bool, sum_rounds_once: bool) -> float:
-        """The same of layer, sum over the ranks, add and norm."""
+        """Return the error of a chain of layer, all-reduce, add and norm, as a fraction of what rounding explains.
+
+        Args:
+            outputs: Normed rows and new residual.
+            index: Index of the weight.
+            layer_rounds_once: Whether the layer may round only once, as in ``layer``.
+            sum_rounds_once: Whether the all-reduce adds in fp32 and rounds once. Otherwise each addition may round.
+        """
         return self._normed(self._of_ranks, self._world, outputs, index, layer_rounds_once, sum_rounds_once)
 
     def chain_without_sum(self, outputs: Outputs, index: int) -> float:
-        """The same without the sum over the ranks."""
+        """Return the error of a chain of layer, add and norm without all-reduce, as a fraction of what rounding
+        explains."""
         return self._normed(self._alone, 0, outputs, index, False, True)
 
     def _normed(
@@ -160,13 +188,13 @@ class Judge:
         expected = total + self._operands.residual.double()
         summing = addends * (torch.finfo(torch.float32).eps if sum_rounds_once else epsilon)
         allowed = self._allowed(exact, index, normed.dtype, layer_rounds_once) + exact.results[index] * summing
-        # The sum is rounded, and the new residual; of both what is off already is rounded.
+        # The sum and the new residual are rounded. The factor 1.01 covers the rounding of their earlier errors.
         allowed += (total.abs() + expected.abs() + epsilon) * (epsilon / 2) * 1.01
         error = worst(new_residual.double() - expected, allowed)
         return max(error, norm_error(normed, new_residual, self._operands.norm_weight))
 
     def _allowed(self, exact: _Exact, index: int, dtype: torch.dtype, rounds_once: bool) -> Tensor:
-        """By which the layers themselves may be off."""
+        """Return the allowed error of the layer alone, for each element."""
         epsilon = torch.finfo(dtype).eps
         if not rounds_once:
             return exact.products[index] * epsilon
@@ -175,7 +203,7 @@ class Judge:
 
 
 class SiluJudge:
-    """The results of all layers in float64, which judge those of an arm."""
+    """Check of results of gate-and-up layers with silu-and-mul, by float64 references."""
 
     def __init__(self, operands: Operands) -> None:
         x = operands.x.double()
@@ -184,11 +212,13 @@ class SiluJudge:
         self._magnitudes = [x.abs() @ weight.double().abs().t() for weight in operands.weights]
 
     def layer(self, out: Tensor, index: int, rounds_once: bool) -> float:
-        """How far off a result is, as a fraction of what rounding explains.
+        """Return the error of one layer's result, as a fraction of what rounding explains; above 1 it is wrong.
 
         Args:
-            rounds_once: Allow gate and up a float32 accumulation and one rounding each, and one of the result;
-                otherwise every partial sum may be rounded, and silu.
+            out: Result of the layer with silu-and-mul.
+            index: Index of the weight.
+            rounds_once: Whether gate and up may have only fp32 accumulation and one rounding each, and the result one
+                rounding. Otherwise every partial sum and silu may be rounded too.
         """
         epsilon, single = torch.finfo(out.dtype).eps, torch.finfo(torch.float32).eps
         products, magnitudes = self._products[index], self._magnitudes[index]
@@ -204,11 +234,11 @@ class SiluJudge:
 
 
 def sums_and_errors(x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
-    """``x @ weight.T`` in float64, and what tensor cores may be off by in llm_comm's order.
+    """Return ``x @ weight.T`` in float64, and the maximum error of tensor cores that add in llm_comm's order.
 
     Args:
-        x: [tokens, inputs], FP8. Inputs are whole boxes.
-        weight: [outputs, inputs], FP8.
+        x: FP8 input, [tokens, inputs]. The inputs must be a multiple of a TMA tile's columns.
+        weight: FP8 weight, [outputs, inputs].
     """
     x, weight = x.double(), weight.double()
     total = torch.zeros(len(x), len(weight), dtype=torch.float64, device=x.device)
@@ -227,12 +257,12 @@ def sums_and_errors(x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def bound_of(total: Tensor, allowed: Tensor, scale: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """A result in float64, and what it may be off by.
+    """Return the scaled result in float64, and its maximum error.
 
     Args:
-        total, allowed: Of ``sums_and_errors``.
-        scale: Of x times that of the weight, float64, like ``total`` or to be broadcast.
-        dtype: To which results are rounded, once, behind two products with scales.
+        total, allowed: Result of ``sums_and_errors``.
+        scale: Product of the scales of x and of the weight, float64, broadcastable to ``total``.
+        dtype: Dtype of results. They are rounded to it once, after two fp32 products with scales.
     """
     info = torch.finfo(dtype)
     exact = total * scale
@@ -240,7 +270,7 @@ def bound_of(total: Tensor, allowed: Tensor, scale: Tensor, dtype: torch.dtype) 
 
 
 class Fp8Judge:
-    """The results of all layers in float64, which judge those of an arm."""
+    """Check of results of FP8 layers, by float64 references and the error bound of tensor cores."""
 
     def __init__(self, operands: Operands) -> None:
         assert operands.scales is not None
@@ -251,10 +281,12 @@ class Fp8Judge:
         ]
 
     def layer(self, out: Tensor, index: int, rounds_once: bool) -> float:
-        """How far off a result is, as a fraction of what may be.
+        """Return the error of one layer's result, as a fraction of the allowed error; above 1 it is wrong.
 
         Args:
-            rounds_once: In llm_comm's order; otherwise in any.
+            out: Result of the layer.
+            index: Index of the weight.
+            rounds_once: Whether the kernel adds in llm_comm's order. Otherwise any order is allowed.
         """
         exact, allowed = self._bounds[index]
         return worst(out.double() - exact, allowed * (1.0 if rounds_once else _ANY_ORDER))

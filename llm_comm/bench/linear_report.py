@@ -1,4 +1,4 @@
-"""What ``llm-comm bench linear`` reports: rows, as text, JSON and a plot."""
+"""Report of ``llm-comm bench linear``: rows of results as text, JSON and a plot."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from llm_comm.bench.report import OURS, Result
 
 
 class Choice(NamedTuple):
-    """A choice of the layer's kernel, and what came of it."""
+    """Tiling of llm_comm's kernel, and its result."""
 
     block_outputs: int
     stages: int
@@ -22,23 +22,24 @@ class Choice(NamedTuple):
     result: Result
 
     def as_dict(self) -> dict[str, Any]:
-        """For JSON."""
+        """Return the tiling and its result for JSON."""
         return {**self._asdict(), "result": dataclasses.asdict(self.result)}
 
 
 @dataclass(frozen=True)
 class LayerRow:
-    """All arms at one shape and number of tokens.
+    """Results of all arms at one shape and batch size.
 
     Attributes:
-        outputs, inputs: Of the layer.
+        outputs, inputs: Shape of the layer.
+        tokens: Batch size.
         pdl: Whether llm_comm's kernels are dependent launches.
-        layers: In the chain that was timed.
-        silu: Whether it is silu-and-mul of gate and up, of as many outputs each.
+        layers: Number of layers in the timed chain.
+        results: Results by arm. Arms without kernels of llm_comm have equal results with and without ``pdl``.
+        choices: Tilings of the kernel, if they were timed.
+        best: Fastest of ``choices``, timed again.
+        silu: Whether the layer is gate and up with silu-and-mul. ``outputs`` are then those of gate alone.
         fp8: Whether x and the weight are FP8.
-        results: By arm. Those that llm_comm takes no part in are the same with and without ``pdl``.
-        choices: Of the layer's kernel, where they were timed.
-        best: Of them, timed once more.
     """
 
     outputs: int
@@ -54,11 +55,11 @@ class LayerRow:
 
     @property
     def place(self) -> str:
-        """In few words."""
+        """Short name of the row for remarks."""
         return f"{self.outputs}x{self.inputs} {self.tokens} PDL {_on(self.pdl)}"
 
     def wrong_ones(self) -> list[str]:
-        """Arms whose result is wrong, and choices."""
+        """Return the names of arms and tilings with wrong results."""
         of_choices = [
             f"{choice.block_outputs} outputs, {choice.stages} of {choice.stage_boxes}"
             for choice in [*self.choices, *([self.best] if self.best else [])]
@@ -68,16 +69,16 @@ class LayerRow:
 
     @property
     def wrong(self) -> bool:
-        """Whether there is any."""
+        """True if any result is wrong."""
         return bool(self.wrong_ones())
 
     def ratio(self, other: str, ours: str) -> float | None:
-        """Time of an arm over that of another, if both ran and were right."""
+        """Return the time of arm ``other`` divided by that of arm ``ours``; None unless both ran and were right."""
         us, our_us = (self.results[name].us if name in self.results else None for name in (other, ours))
         return us / our_us if us and our_us else None
 
     def best_other(self, names: Names) -> str | None:
-        """The faster of the arms that do in several calls what llm_comm does in one."""
+        """Return the name of the faster arm that computes the whole chain in several calls; None if none ran."""
         times = {
             name: us
             for name in (names.layer_and_ours, names.layer_and_other)
@@ -86,7 +87,7 @@ class LayerRow:
         return min(times, key=times.__getitem__) if times else None
 
     def as_dict(self, compared: bool) -> dict[str, Any]:
-        """The row for JSON, with the lead over others if it is ``compared``."""
+        """Return the row for JSON. Speed-ups over other arms are None unless ``compared``."""
         names = Names.of(compared, self.silu, self.fp8)
         other = self.best_other(names)
         lead = {
@@ -112,8 +113,12 @@ class LayerRow:
 
 
 def tables(rows: Sequence[LayerRow], compared: bool) -> str:
-    """The layers alone, and the chains where there are some, as text tables: microseconds a layer by arm and, if
-    ``compared``, our lead."""
+    """Return text tables of layers alone, and of chains if there are any: microseconds a layer, by arm.
+
+    Args:
+        rows: Rows of all shapes.
+        compared: Whether to add columns with speed-ups.
+    """
     names = Names.of(compared, any(row.silu for row in rows), any(row.fp8 for row in rows))
     texts = [_layers(rows, names, compared)]
     if any(FUSED in row.results for row in rows):
@@ -124,7 +129,7 @@ def tables(rows: Sequence[LayerRow], compared: bool) -> str:
 def _layers(rows: Sequence[LayerRow], names: Names, compared: bool) -> str:
     with_choices = any(row.choices for row in rows)
     ratio = f"{names.layer} / {OURS}"
-    # Arms that only some machines have.
+    # Arms that run on some machines only, such as vLLM's kernel.
     known = {OURS, FUSED, *names}
     more = list(dict.fromkeys(name for row in rows for name in row.results if name not in known))
     head = ["layer", "tokens", "PDL", OURS, names.layer, *([ratio] if compared else []), *more]
@@ -180,7 +185,7 @@ def _on(pdl: bool) -> str:
 
 
 def remarks_on(rows: Sequence[LayerRow]) -> list[str]:
-    """What did not run, and what was wrong."""
+    """Return remarks about arms that did not run and about wrong results."""
     found = report.left_out(
         (name, place, result) for row in rows for name, place, result in _all_results(row, row.place)
     )
@@ -196,7 +201,7 @@ def _all_results(row: LayerRow, place: str) -> Iterator[tuple[str, str, Result]]
 
 
 def plot(path: Path, rows: Sequence[LayerRow], title: str) -> None:
-    """Draws microseconds over tokens, one panel a shape, in the format that the file's suffix names."""
+    """Draw microseconds over tokens, with one panel a shape. The file's suffix selects the format."""
     points = [
         (f"{row.outputs}x{row.inputs}, PDL {_on(row.pdl)}", name, row.tokens, result.us)
         for row in rows

@@ -1,5 +1,7 @@
-"""The part of ``llm-comm tune`` about linear layers: which of them llm_comm's kernel computes faster than cuBLAS, up to
-how many tokens, and with which tunables."""
+"""Tuning of linear layers in ``llm-comm tune``.
+
+For each layer the tuner finds the batch sizes at which llm_comm's kernel is faster than cuBLAS, and the tunables.
+"""
 
 from __future__ import annotations
 
@@ -27,16 +29,20 @@ def measure(
     silu: bool = False,
     fp8: bool = False,
 ) -> list[linear_report.LayerRow]:
-    """Times cuBLAS and all choices of the kernel in chains of layers, with dependent launches or without as ``comm``
-    is. Collective: every rank computes its layers, and the slowest counts.
+    """Time cuBLAS and the tilings of llm_comm's kernel in chains of layers. Collective: the slowest rank counts.
 
     Args:
-        shapes: Outputs and inputs of a rank's weight; of gate and up, outputs of each.
-        tokens: Each the largest number that a row of the table is for.
-        reps: Timed runs of each choice.
-        silu: Whether the layers are gate-and-up projections with silu-and-mul, which engines run as a kernel of its
-            own behind cuBLAS.
+        comm: Communicator. Its option ``pdl`` decides whether kernels are dependent launches.
+        group: Group of the ranks.
+        shapes: Outputs and inputs of each layer on one rank. For gate and up: the outputs of gate alone.
+        tokens: Batch sizes to measure. Each is the largest batch of its row in the table.
+        reps: Timed runs of each tiling.
+        silu: Whether the layers are gate-and-up projections with silu-and-mul. The comparison is then cuBLAS with a
+            separate kernel for silu-and-mul, as in engines.
         fp8: Whether operands are FP8, with a scale for each row.
+
+    Returns:
+        Results of all shapes and batch sizes.
     """
     if not shapes:
         return []
@@ -56,7 +62,8 @@ def measure(
 
 
 def rows_of(measured: Sequence[linear_report.LayerRow], on_gpu: bool = True) -> tuple[LayerRow, ...]:
-    """One row for neighbouring numbers of tokens that run alike, with the figures of the largest."""
+    """Return the table rows of one layer. Neighbouring batch sizes with equal choices share a row, with the figures of
+    the largest."""
     rows = [_row(one, Names.of(on_gpu, one.silu, one.fp8).layer) for one in measured]
     return tuple(last_of_alike(rows))
 
@@ -65,12 +72,12 @@ def _row(measured: linear_report.LayerRow, other: str) -> LayerRow:
     operation = of_factors(LINEAR_SILU_AND_MUL if measured.silu else LINEAR, measured.fp8)
     layer = (operation, measured.outputs, measured.inputs, measured.pdl, measured.tokens)
     us = measured.results[OURS].us
-    # The engine's own kernel may be another one than torch's.
+    # Compare with the fastest kernel: the engine may use vLLM's instead of torch's.
     times = [measured.results[name].us for name in (other, CUTLASS) if name in measured.results]
     other_us = min((time for time in times if time is not None), default=None)
     choice: tuple[int, int, int] = (0, 0, 0)
     best = measured.best
-    # The kernel's own choice stays where another is better by less than repeated runs differ.
+    # Keep the kernel's own choice unless another tiling is faster by more than the noise of repeated runs.
     if best is not None and best.result.us is not None and (us is None or is_slower(us, best.result.us)):
         us, choice = best.result.us, (best.block_outputs, best.stages, best.stage_boxes)
     is_faster = us is not None and other_us is not None and is_slower(other_us, us)
@@ -82,7 +89,7 @@ def _rounded(us: float | None) -> float | None:
 
 
 def line(row: LayerRow) -> str:
-    """What is printed of a row."""
+    """Return the line that is printed for a row."""
     chosen = " ".join(f"{name}={value}" for name, value in row.tunables().items() if value)
     times = [f"{'-':>8}" if us is None else f"{us:8.2f}" for us in (row.us, row.cublas_us)]
     layer = f"{row.operation} {row.outputs}x{row.inputs} PDL {'on' if row.pdl else 'off'}"

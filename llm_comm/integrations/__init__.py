@@ -1,1 +1,2 @@
-"""llm_comm in inference engines. Each module here is loaded by one engine, through its plugin entry point."""
+"""Integrations of llm_comm into inference engines. Each engine loads its subpackage through a plugin entry point; the
+modules of this package are shared."""

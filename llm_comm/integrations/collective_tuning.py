@@ -1,8 +1,8 @@
-"""Sums that measure themselves when an engine starts on a machine that no tuning table is of: all-reduces of its decode
-batches, with their norms and without, by the candidates of ``llm-comm tune``.
+"""Measurement of all-reduces at an engine's start, on a machine without a tuning table.
 
-Larger messages go by the table as before. Rank 0 keeps what was found (``measured_tables.py``). Sums have the same bits
-by every candidate.
+The all-reduces of decode batches are timed, fused with RMSNorm and unfused, with the candidates of ``llm-comm tune``.
+Rows for larger messages stay as the table in use has them. Rank 0 writes the measured rows to a file that later starts
+read (``measured_tables.py``). All candidates give bitwise equal results, so a measured choice changes no output.
 """
 
 from __future__ import annotations
@@ -27,32 +27,34 @@ from llm_comm.planning.models import Model
 from llm_comm.planning.tables import ALL_REDUCE, Row, TuningTable, by_operation
 from llm_comm.runtime.rendezvous import Rendezvous
 
-#: Of batches, the most telling first: there may be no time for all.
+#: Batch sizes to measure, in tokens. The most informative comes first, since the time budget may end early.
 TOKENS = (16, 1, 64, 4)
-#: Seconds, of option ``tune_at_start``.
+#: Time budget in seconds for ``tune_at_start="auto"``.
 _USUAL_BUDGET_S = 20.0
 _REPS = 5
 
 
 def tune(communicator: Communicator, group: dist.ProcessGroup, model: Model | None, log: logging.Logger) -> str:
-    """Measure the sums of decode batches where no table is of the machine, and add their rows. Collective.
+    """Measure the all-reduces of decode batches and add their rows to the communicator's table. Collective.
+
+    Nothing is measured if the table was tuned for this machine, or if the ranks disagree about the hidden size.
 
     Args:
-        communicator: Of the group in which the models sum.
+        communicator: Communicator of the tensor-parallel group.
         group: gloo group of the same ranks.
-        model: Of this rank; None where it is not known.
-        log: Takes warnings.
+        model: The model, as this rank reads it; None if it is unknown.
+        log: Logger for warnings.
 
     Returns:
-        What was found, for the line in the log that says what llm_comm does.
+        Text for the start line of the log; "" if nothing was measured and nothing was kept from an earlier start.
 
     Raises:
-        LlmCommError: A rank is gone, or the communicator has failed.
+        LlmCommError: A rank is lost, or the communicator has failed.
     """
     if _budget_s(communicator) <= 0 or communicator.nodes > 1:
         return ""
     rendezvous = Rendezvous(group, ENGINE_TIMEOUT_S)
-    # 0: on this rank there is nothing to measure.
+    # The hidden size to measure, or 0 if this rank has nothing to measure.
     wanted = 0 if model is None or communicator.table.origin.is_tuned else model.hidden
     of_ranks = rendezvous.gather("rows of the model, where no table is of the machine", wanted)
     if wanted <= 0 or any(of_rank != wanted for of_rank in of_ranks):
@@ -66,13 +68,13 @@ def tune(communicator: Communicator, group: dist.ProcessGroup, model: Model | No
             log.warning("llm_comm: sums were not measured: %s", max(failures, key=bool))
             return ""
         rows = sums.rows
-    if not rows:  # option max_message_bytes declines all of them
+    if not rows:  # option max_message_bytes declines all measured sizes
         return ""
     return rendezvous.attempt("choice of sums", partial(sums.use, rows))
 
 
 def _budget_s(communicator: Communicator) -> float:
-    """Seconds that measuring may take; 0 where nothing is measured: on emulated GPUs, and where an option names the
+    """Return the time budget in seconds. It is 0 on emulated GPUs, and where option ``algorithm`` names the
     algorithm."""
     config = options_of(communicator)
     if communicator.is_emulated or config.algorithm != "auto":
@@ -81,10 +83,10 @@ def _budget_s(communicator: Communicator) -> float:
 
 
 class _Sums:
-    """The steps of ``tune`` on this rank.
+    """This rank's steps of ``tune``.
 
     Attributes:
-        rows: That were measured.
+        rows: Rows measured in this start.
     """
 
     def __init__(self, communicator: Communicator, group: dist.ProcessGroup, hidden: int, log: logging.Logger) -> None:
@@ -93,17 +95,17 @@ class _Sums:
         self.rows: list[Row] = []
 
     def kept(self) -> list[Row]:
-        """Rows of an earlier start, on rank 0."""
+        """Return the rows that an earlier start has kept. Ranks other than 0 return none."""
         if self._communicator.rank != 0:
             return []
         table = self._tables.read(self._name)
         return [] if table is None else [row.without_figures() for rows in table.rows.values() for row in rows]
 
     def why_not_measured(self) -> str:
-        """Measures, and says why it could not. Collective: what fails on a rank ends it on all of them."""
+        """Measure, and return the error in one line, or "". Collective: an error on one rank ends it on all ranks."""
         try:
             self.rows = self._measure()
-        except Exception as error:  # whatever it is, the other ranks must hear of it
+        except Exception as error:  # any error must reach the other ranks
             self._log.debug("llm_comm: sums were not measured", exc_info=True)
             return first_line(error)
         finally:
@@ -123,7 +125,10 @@ class _Sums:
         return [row for of_operation in found.values() for row in _best(of_operation)]
 
     def use(self, rows: Sequence[Row]) -> str:
-        """Put ``rows`` into the table, which keeps its own for larger messages. Return what to log."""
+        """Put ``rows`` into the communicator's table, and return text for the start line.
+
+        The table keeps its own rows for messages larger than those measured. Rank 0 writes new rows to the file.
+        """
         name = f"{self._table.name} with sums measured at start"
         origin = self._table.origin._replace(is_tuned=True)
         self._communicator.use_table(over(self._table, rows)._replace(name=name, origin=origin))
@@ -142,13 +147,13 @@ class _Sums:
 
 
 def _best(measured: Sequence[AtSize]) -> list[Row]:
-    """The rows of an operation, of what ran."""
+    """Return the rows of one operation. Sizes without a successful measurement are skipped."""
     of_sizes = sorted((at_size for at_size in measured if at_size.measured), key=lambda at_size: at_size.size)
     return merge([choose_by_means(at_size.measured, at_size.size, ()) for at_size in of_sizes])
 
 
 def over(table: TuningTable, rows: Sequence[Row]) -> TuningTable:
-    """A table with measured rows, and its own for larger messages of the same operations."""
+    """Return ``table`` with the measured ``rows``, and with its own rows for larger messages of the same operations."""
     measured = by_operation(rows)
     larger = [
         row for key, of_key in measured.items() for row in table.rows.get(key, ()) if row.up_to > of_key[-1].up_to

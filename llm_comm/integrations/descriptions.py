@@ -1,4 +1,4 @@
-"""What engine integrations write to the log of what llm_comm does."""
+"""Texts of the start line that tells which collectives llm_comm serves in an engine."""
 
 from __future__ import annotations
 
@@ -13,13 +13,14 @@ from llm_comm.planning.programs import NO_PROGRAMS, Kernels
 from llm_comm.planning.selection import message_limit
 from llm_comm.planning.tables import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER, TuningTable, of_programs
 
-#: Logged once by rank 0, with number of ranks and shape: that norms are set up to be fused does not mean that any is.
+#: Log line for the first fused norm, with the number of ranks and the shape. The start line alone does not prove that
+#: any norm is fused.
 FIRST_FUSED = "llm_comm: first all-reduce fused with its RMSNorm (%d ranks, shape %s)"
 
-#: What the line at start says of norms that are fused in an engine's batch-invariant mode.
+#: Part of the start line for norms that llm_comm computes in an engine's batch-invariant mode.
 AT_EVERY_SIZE = " at every size (batch_invariant_norm)"
 
-# The options that switch them, and their names in the log.
+# Operations and their names in the log. Each operation has an option of its own name, which switches it off.
 _PARTS = {ALL_GATHER: "all-gather", REDUCE_SCATTER: "reduce-scatter"}
 
 
@@ -30,7 +31,7 @@ def describe_plans(
     multicast: Multicast = NO_MULTICAST,
     programs: Mapping[str, Kernels] = NO_PROGRAMS,
 ) -> str:
-    """Which algorithm serves which message sizes, in words: "one_shot to 48 KiB, two_shot to 48 MiB, then vLLM"."""
+    """Describe which algorithm serves which message sizes: "one_shot to 48 KiB, two_shot to 48 MiB, then vLLM"."""
     limit = message_limit(ALL_REDUCE, table, config)
     algorithms = registry.operations()[ALL_REDUCE].algorithms
     usable = [a for a in algorithms if not why_not(a, config, multicast, is_forced=a.name == config.algorithm)]
@@ -57,7 +58,7 @@ def describe_plans(
 
 
 def _describe_programs(table: TuningTable, config: Config, limit: int, programs: Mapping[str, Kernels]) -> str:
-    """The same of programs of llm_comm.dsl that go before: "dsl:two_shot to 8 MiB, else "; "" for none."""
+    """Describe the DSL kernels that are tried before the algorithms: "dsl:two_shot to 8 MiB, else "; "" if none."""
     sizes = {row.algorithm: row.up_to for row in table.rows.get(of_programs(ALL_REDUCE), ())}
     if config.algorithm != "auto":
         is_of_others = config.algorithm in programs and programs[config.algorithm].operation != ALL_REDUCE
@@ -67,7 +68,13 @@ def _describe_programs(table: TuningTable, config: Config, limit: int, programs:
 
 
 def describe_parts(table: TuningTable, config: EngineOptions, beyond: str = "") -> str:
-    """Up to which size all-gathers and reduce-scatters are served, in words, then ``beyond``; and why not, if so."""
+    """Describe the size up to which all-gathers and reduce-scatters are served, or the option that switches one off.
+
+    Args:
+        table: Tuning table of the group.
+        config: Options of the group.
+        beyond: Text after a size limit, such as ", then vLLM's own".
+    """
     on = [words for name, words in _PARTS.items() if getattr(config, name)]
     off = [f"{name} is false ({config.origins.get(name, 'Python')})" for name in _PARTS if not getattr(config, name)]
     limit = message_limit(ALL_GATHER, table, config)
@@ -76,7 +83,7 @@ def describe_parts(table: TuningTable, config: EngineOptions, beyond: str = "") 
 
 
 def format_bytes(count: int) -> str:
-    """1536 as "1.5 KiB"."""
+    """Return a byte count in its largest unit: 1536 becomes "1.5 KiB"."""
     for unit, size in (("TiB", MIB << 20), ("GiB", MIB << 10), ("MiB", MIB), ("KiB", 1 << 10)):
         if count >= size:
             return f"{count / size:.4g} {unit}"

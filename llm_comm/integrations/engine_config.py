@@ -1,4 +1,4 @@
-"""What engine integrations change in the options of an operator: for groups, and for modes of the engine."""
+"""Options of llm_comm in an engine: loading, and the changes that a group or a mode of the engine needs."""
 
 from __future__ import annotations
 
@@ -14,35 +14,37 @@ from llm_comm.installation import VERSION
 from llm_comm.integrations.joining import SwitchedOffError
 from llm_comm.options import MIB, OPTIONS
 
-#: For ``max_message_bytes``, where a sum must not depend on its size: larger than any message.
+#: Value of ``max_message_bytes`` that is larger than any message: llm_comm serves all-reduces of all sizes.
 EVERY_SIZE = 1 << 60
 
 
-#: What this process has warned of: every group of it loads the options.
+#: Warnings that this process has logged. Every group loads the options, and a warning is logged once.
 _warned: set[str] = set()
 
 
 def load(log: logging.Logger, /, **options: Any) -> EngineOptions:
-    """The options of this rank: defaults < LLM_COMM_CONFIG < LLM_COMM_* < ``options``.
+    """Return the options of this rank. Precedence: defaults < LLM_COMM_CONFIG < LLM_COMM_* < ``options``.
 
-    Unknown variables, and unknown options of the file, are warnings: an engine that goes back to an older llm_comm
-    starts with the settings of a newer one. Where one rank alone has such a name, the ranks stay alike: nobody uses it.
+    Unknown variables and unknown options of the file give warnings, not errors: an engine with an older llm_comm must
+    start with the settings of a newer one. An unknown name on one rank cannot make ranks differ, since no rank uses it.
 
     Args:
-        log: Takes the warnings.
+        log: Logger for warnings.
+        options: Options by name, which override all other sources.
 
     Raises:
-        ConfigError: A value that is not allowed, or a file that cannot be read.
+        ConfigError: A value is not allowed, or the file cannot be read.
     """
     return load_with_unknown(lambda what, _: _warn(what, log), **options)
 
 
 def known(section: Mapping[Any, Any], place: str, log: logging.Logger) -> dict[str, Any]:
-    """The options of a section of an engine's own configuration. Others are warnings, as of ``load``.
+    """Return the known options of a section in the engine's own configuration. Unknown names give warnings.
 
     Args:
-        place: The section, in words.
-        log: Takes the warnings.
+        section: Options by name.
+        place: Name of the section for warnings.
+        log: Logger for warnings.
     """
     check_names(section, dict.fromkeys(section, place), lambda what, _: _warn(what, log))
     return {name: value for name, value in section.items() if name in OPTIONS}
@@ -55,17 +57,19 @@ def _warn(what: str, log: logging.Logger) -> None:
 
 
 def options_of(communicator: Communicator) -> EngineOptions:
-    """Options of a communicator that an engine integration has made."""
+    """Return the options of a communicator that an engine integration has made, with their engine-only fields."""
     return cast(EngineOptions, communicator.config)
 
 
 def seconds_at_start(config: EngineOptions, device: torch.device, usual_s: float) -> float:
-    """How long something may be measured at the start of an engine, by option ``tune_at_start``; 0: not at all. On
-    emulated and shared GPUs nothing is, unless the option is a number.
+    """Return the seconds that a measurement at the engine's start may take, by option ``tune_at_start``; 0: none.
+
+    With ``"auto"`` nothing is measured on emulated GPUs and on GPUs shared by several ranks.
 
     Args:
-        device: Of this rank.
-        usual_s: Where the option is ``"auto"``.
+        config: Options of the group.
+        device: Device of this rank.
+        usual_s: Budget for ``"auto"``.
     """
     if config.tune_at_start != "auto":
         return float(config.tune_at_start)
@@ -73,10 +77,10 @@ def seconds_at_start(config: EngineOptions, device: torch.device, usual_s: float
 
 
 def check_parts_wanted(config: EngineOptions, group_name: str) -> EngineOptions:
-    """``config``, for a group that gathers and scatters and never sums.
+    """Return ``config`` for a group that uses all-gather and reduce-scatter but no all-reduce.
 
     Raises:
-        SwitchedOffError: Neither is wanted.
+        SwitchedOffError: Both operations are switched off, so llm_comm has nothing to do in the group.
     """
     if not (config.all_gather or config.reduce_scatter):
         raise SwitchedOffError(f"all_gather and reduce_scatter are false, and group {group_name} does nothing else")
@@ -84,13 +88,15 @@ def check_parts_wanted(config: EngineOptions, group_name: str) -> EngineOptions:
 
 
 def share_memory(config: EngineOptions, kind: str, served: Sequence[str]) -> EngineOptions:
-    """``config`` with this group's share of ``workspace_bytes``, which by default all groups of a process take
-    together: the first one, that of tensor parallelism, a half, the others equal parts of the other half.
+    """Return ``config`` with this group's share of the default ``workspace_bytes``.
+
+    The default is for all groups of a process together. The first group (tensor parallelism) gets half of it; the
+    others share the other half equally. A ``workspace_bytes`` that the operator has set is for each group, unchanged.
 
     Args:
-        config: What an operator has chosen in there is for each group.
-        kind: Which group it is for.
-        served: All groups that llm_comm is going to serve in this process, in the order in which they are made.
+        config: Options of the group.
+        kind: Kind of the group, such as "tp".
+        served: Kinds of all groups that llm_comm serves in this process, in the order of their creation.
     """
     if len(served) < 2 or "workspace_bytes" in config.origins:
         return config
@@ -99,8 +105,10 @@ def share_memory(config: EngineOptions, kind: str, served: Sequence[str]) -> Eng
 
 
 def in_rank_order(config: EngineOptions, mode: str, log: logging.Logger) -> EngineOptions:
-    """``config`` for a mode of an engine in which sums must not depend on who makes them: not in the NVLink switch,
-    whatever option ``sum`` says."""
+    """Return ``config`` with ``sum="rank_order"``, for an engine mode that needs reproducible all-reduces.
+
+    Reductions in the NVLink switch (``sum="any"``) add in another order.
+    """
     if config.sum == "rank_order":
         return config
     log.info("llm_comm: sum is %r, but %s is on: sums are made in rank order", config.sum, mode)
@@ -108,29 +116,36 @@ def in_rank_order(config: EngineOptions, mode: str, log: logging.Logger) -> Engi
 
 
 def for_batch_invariance(config: EngineOptions, mode: str, is_on: bool, log: logging.Logger) -> EngineOptions:
-    """``config`` for an engine that has a mode in which a token's result must not depend on its batch.
+    """Return ``config`` for an engine that has a batch-invariant mode.
+
+    With the mode on, all-reduces add in rank order at all message sizes. With the mode off, both
+    ``batch_invariant_*`` options have no effect.
 
     Args:
-        mode: Its name, for the log.
-        is_on: Whether the engine is in it.
+        config: Options of the group.
+        mode: Name of the mode for the log.
+        is_on: Whether the mode is on.
+        log: Logger for changes.
     """
     if not is_on:
         is_usual = config.batch_invariant_norm == config.batch_invariant_linear == "engine"
         return config if is_usual else config.replace(batch_invariant_norm="engine", batch_invariant_linear="engine")
     config = in_rank_order(config, mode, log)
     if "max_message_bytes" not in config.origins:
-        # A sum must not depend on the size of its batch. llm_comm sums alike at every size; to change over to the
-        # engine's all-reduce at some size would change the order of summation there.
+        # All algorithms of llm_comm add in the same order, but the engine's all-reduce can add in another order. So no
+        # batch size may fall back to the engine.
         config = config.replace(max_message_bytes=EVERY_SIZE)
     return config
 
 
 def why_not_at_every_size(config: EngineOptions, engine: str) -> str | None:
-    """Why norms of some messages would be the engine's, which have other bits than those of llm_comm, if so.
+    """Return the reason why llm_comm cannot compute the norms of all batches, or None.
+
+    The engine's norms round differently, so a token's result would change with the size of its batch.
 
     Args:
-        config: What ``for_batch_invariance`` returned.
-        engine: Its name.
+        config: Result of ``for_batch_invariance``.
+        engine: Name of the engine.
     """
     limit = config.max_message_bytes
     if limit is not None and limit >= EVERY_SIZE:

@@ -1,7 +1,7 @@
-"""Definitions in the sources of an engine, read without importing them: parameters and a digest.
+"""Parameters and digests of an engine's functions and classes, read from source files without importing them.
 
-A digest is made of the syntax tree: comments, layout and docstrings do not count. The tree is written in an own form,
-which is the same under all versions of Python.
+A digest is a hash of the syntax tree, so comments, layout and docstrings do not change it. The tree is serialized by
+``_text`` and not by ``ast.dump``, because the digest must be equal under all versions of Python.
 """
 
 from __future__ import annotations
@@ -18,18 +18,18 @@ _Function = (ast.FunctionDef, ast.AsyncFunctionDef)
 
 
 class Reader(Protocol):
-    """Where sources come from."""
+    """Source of module texts."""
 
     def read(self, module: str) -> tuple[str, bool] | None:
-        """Return the source of ``module`` and whether it is a package; None: there is none."""
+        """Return the source of ``module`` and whether it is a package; None if there is no such module."""
 
 
 class Modules:
-    """Sources of the packages that this process would import."""
+    """Reader of the installed packages that this process would import."""
 
     def read(self, module: str) -> tuple[str, bool] | None:
         top, *rest = module.split(".")
-        # Only the package at the top is looked up: to look up one below it would import all above.
+        # Find the top-level package only: ``find_spec`` of a submodule would import its parents.
         spec = importlib.util.find_spec(top)
         for root in (spec and spec.submodule_search_locations) or ():
             path = Path(root, *rest)
@@ -40,11 +40,11 @@ class Modules:
 
 
 class Definition(NamedTuple):
-    """A definition of an engine.
+    """Definition of a symbol of an engine.
 
     Attributes:
-        digest: Of the source.
-        takes: Names of the parameters without ``self`` and ``cls``, with their asterisks; None: it is no function.
+        digest: First 12 hexadecimal digits of the hash of the syntax tree.
+        takes: Parameter names with their asterisks, without ``self`` and ``cls``; None if the symbol is no function.
     """
 
     digest: str
@@ -52,25 +52,26 @@ class Definition(NamedTuple):
 
 
 class Sources:
-    """Definitions by symbol, ``module:qualified name``."""
+    """Lookup of definitions by symbol. A symbol is written ``module:qualified name``."""
 
     def __init__(self, reader: Reader) -> None:
         self._reader = reader
-        # A tree takes many times the memory of its source, and rows of a module stand together.
+        # The cache is small because a tree takes many times the memory of its source. The rows of a module stand
+        # together in a table, so few trees are needed at a time.
         self._tree = functools.lru_cache(maxsize=16)(self._parse)
 
     def has(self, symbol: str) -> bool:
-        """Return whether there is such a symbol, or a module of that name."""
+        """Return whether ``symbol`` exists. A name without a colon is a module."""
         module, _, qualified = symbol.partition(":")
         return self._tree(module) is not None if not qualified else bool(self.nodes(symbol))
 
     def nodes(self, symbol: str) -> list[ast.AST]:
-        """Return the statements that bind a symbol: none, where there is no such symbol."""
+        """Return the statements that bind a symbol; an empty list if there is no such symbol."""
         module, _, qualified = symbol.partition(":")
         return self._look_up(module, qualified.split("."))
 
     def find(self, symbol: str) -> Definition:
-        """Return the definition of a symbol that is there.
+        """Return the definition of a symbol.
 
         Raises:
             LookupError: There is no such symbol.
@@ -88,7 +89,11 @@ class Sources:
         return ast.parse(found[0]), found[1]
 
     def _look_up(self, module: str, path: list[str], depth: int = 0) -> list[ast.AST]:
-        """The statements that bind the last name of ``path``; several where a release chooses by platform."""
+        """Return the statements that bind the last name of ``path``.
+
+        Imports are followed to the defining module. The result has several statements if the engine chooses between
+        definitions, for example by platform.
+        """
         found = self._tree(module)
         if found is None or depth > 8:
             return []
@@ -107,10 +112,11 @@ class Sources:
                 elsewhere = self._look_up(f"{source}.{original}", rest, depth + 1) if rest else [node]
             if elsewhere:
                 return elsewhere
-        # An import from another package is a name all the same.
+        # A name that is imported from a package without readable sources counts as bound by its import statement.
         return [] if rest else [node for node in bound if not _is_star(node)]
 
     def _inside(self, module: str, owners: list[ast.AST], path: list[str], depth: int) -> list[ast.AST]:
+        """Return the statements that bind ``path`` inside a class, or in one of its base classes."""
         name, *rest = path
         for owner in owners:
             if not isinstance(owner, ast.ClassDef):
@@ -127,6 +133,7 @@ class Sources:
 
 
 def _bindings(body: list[ast.stmt], name: str) -> Iterator[ast.AST]:
+    """Yield the statements of a body that bind ``name``, also inside of if, try and with."""
     for node in body:
         if isinstance(node, (*_Function, ast.ClassDef)):
             if node.name == name:
@@ -149,6 +156,7 @@ def _bindings(body: list[ast.stmt], name: str) -> Iterator[ast.AST]:
 
 
 def _set_on_self(owner: ast.ClassDef, name: str) -> Iterator[ast.AST]:
+    """Yield the first assignment to ``self.name`` in the methods of a class."""
     for node in ast.walk(owner):
         match node:
             case ast.Attribute(value=ast.Name(id="self"), attr=attribute, ctx=ast.Store()) if attribute == name:
@@ -161,6 +169,7 @@ def _is_star(node: ast.AST) -> bool:
 
 
 def _absolute(node: ast.ImportFrom, module: str, is_package: bool) -> str:
+    """Return the absolute name of the module from which ``module`` imports."""
     if node.level == 0:
         return node.module or ""
     above = module.split(".")[: len(module.split(".")) - node.level + is_package]
@@ -179,17 +188,18 @@ def _parameters(function: ast.FunctionDef | ast.AsyncFunctionDef) -> tuple[str, 
 
 
 def _text(node: object) -> str:
+    """Serialize a syntax tree. Equal for all versions of Python, and independent of docstrings."""
     if isinstance(node, list):
         return f"[{','.join(map(_text, node))}]"
     if not isinstance(node, ast.AST):
         return repr(node)
-    if isinstance(node, ast.JoinedStr):  # Python 3.12 reads its constants otherwise
+    if isinstance(node, ast.JoinedStr):  # constants are left out: Python 3.12 splits them differently
         return f"f({','.join(_text(part.value) for part in node.values if isinstance(part, ast.FormattedValue))})"
     fields = []
     for name, found in ast.iter_fields(node):
         has_docstring = isinstance(node, (*_Function, ast.ClassDef)) and ast.get_docstring(node, clean=False)
         value = found[1:] if name == "body" and has_docstring else found
-        # Fields that newer versions of Python have are empty in the sources of older ones.
+        # Empty fields are left out: newer versions of Python have additional fields, empty for older syntax.
         if value is not None and value != [] and name not in ("kind", "ctx", "type_comment"):
             fields.append(f"{name}={_text(value)}")
     return f"{type(node).__name__}({','.join(fields)})"

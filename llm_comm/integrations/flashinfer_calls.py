@@ -1,12 +1,13 @@
-"""Calls of FlashInfer's fused all-reduce that llm_comm computes where it serves them.
+"""Replacement of ``flashinfer.comm.allreduce_fusion``: llm_comm computes the calls that it supports.
 
 The fused norms of vLLM (``compilation/passes/fusion/allreduce_rms_fusion.py``) and of SGLang
-(``layers/flashinfer_comm_fusion.py``) end in ``flashinfer.comm.allreduce_fusion``, a public function. It is the seam
-that stays in releases of an engine that were not tested, whose own functions llm_comm leaves alone.
+(``layers/flashinfer_comm_fusion.py``) end in this public function. In an engine release that was not tested llm_comm
+leaves the engine's own functions alone, and only this seam is used.
 
-A call names its group by a workspace. ``note_group`` writes the group's ranks into each workspace that is made.
-``around_fusion`` serves calls of a group that has called ``serve``, and leaves all others to FlashInfer: other groups,
-patterns, arguments, and shapes. The choice depends on arguments that all ranks have alike.
+A call identifies its group by a FlashInfer workspace. ``note_group`` writes the group's ranks into each new workspace.
+``around_fusion`` serves a call if its group was registered with ``serve``, and if llm_comm supports its pattern,
+arguments and shape. FlashInfer computes all other calls. The decision depends only on arguments that are equal on all
+ranks.
 """
 
 from __future__ import annotations
@@ -22,9 +23,11 @@ from llm_comm.communicator import Communicator
 from llm_comm.errors import UnsupportedInputError
 
 _RANKS = "llm_comm_ranks"
-#: ``AllReduceFusionPattern`` of FlashInfer: the sum; the sum, a residual and RMSNorm; the same rounded to FP8.
+#: Names in FlashInfer's ``AllReduceFusionPattern``: all-reduce; all-reduce, residual add and RMSNorm; the latter with
+#: static FP8 quantization.
 _SUM, _NORM, _NORM_FP8 = "kAllReduce", "kARResidualRMSNorm", "kARResidualRMSNormFP8Quant"
-#: Arguments that change nothing in a result of these patterns. The norm of ``_NORM_FP8`` is written by none.
+#: Arguments that do not change the result of the supported patterns. With ``_NORM_FP8`` neither FlashInfer nor llm_comm
+#: writes ``norm_out``.
 _WITHOUT_EFFECT = frozenset(
     {"workspace", "pattern", "launch_with_pdl", "trigger_completion_at_end", "layout_code", "use_oneshot", "fp32_acc"}
 )
@@ -34,7 +37,7 @@ _READ = {
     _NORM: _NORMS,
     _NORM_FP8: _NORMS | {"quant_out", "scale_factor"},
 }
-#: The default of ``rms_eps``.
+#: FlashInfer's default of ``rms_eps``.
 _EPS = 1e-6
 
 
@@ -50,46 +53,48 @@ _served: dict[tuple[int, ...], _Served] = {}
 def serve(
     group: dist.ProcessGroup, communicator: Communicator, *, fuses: bool, say: Callable[[torch.Tensor], None]
 ) -> None:
-    """Serve the calls of ``group`` from now on. To be called on all of its ranks, or on none.
+    """Register ``group``, so that llm_comm computes its calls. Must be called on all ranks of the group, or on none.
 
     Args:
-        group: The ranks of ``communicator``.
-        communicator: Sums for the group.
-        fuses: Whether norms are served too, and not sums alone.
-        say: Called with ``x`` of each norm that was served.
+        group: Group with the ranks of ``communicator``.
+        communicator: Communicator that computes the calls.
+        fuses: Whether fused norms are served, and not only plain all-reduces.
+        say: Called with the input of each fused norm that llm_comm has computed.
     """
     _served[tuple(dist.get_process_group_ranks(group))] = _Served(communicator, fuses, say)
 
 
 def leave(communicator: Communicator) -> None:
-    """Leave the calls that ``communicator`` serves, if it does, to FlashInfer from now on."""
+    """Give the calls of the groups of ``communicator`` back to FlashInfer."""
     for ranks in [ranks for ranks, served in _served.items() if served.communicator is communicator]:
         del _served[ranks]
 
 
 def leave_group(group: dist.ProcessGroup) -> None:
-    """Leave the calls of the ranks of ``group`` to FlashInfer from now on."""
+    """Give the calls of ``group`` back to FlashInfer."""
     _served.pop(tuple(dist.get_process_group_ranks(group)), None)
 
 
 def note_group(theirs: Any, *args: Any, **kwargs: Any) -> Any:
-    """Make a workspace as FlashInfer does, and write the ranks of its group into it."""
+    """Call FlashInfer's function that makes a workspace, and write the group's ranks into the workspace."""
     workspace = theirs(*args, **kwargs)
     group = kwargs.get("group")
     if isinstance(group, dist.ProcessGroup):
-        with contextlib.suppress(AttributeError):  # a class that takes no attributes: its calls are FlashInfer's
+        # A class may refuse new attributes. FlashInfer then computes the calls of its workspaces.
+        with contextlib.suppress(AttributeError):
             setattr(workspace, _RANKS, tuple(dist.get_process_group_ranks(group)))
     return workspace
 
 
 def around_fusion(theirs: Any, *args: Any, **kwargs: Any) -> Any:
-    """A call of ``flashinfer.comm.allreduce_fusion``, by llm_comm where it serves it."""
-    # Engines pass names. What comes by position may be something else in another release.
+    """Replacement of ``flashinfer.comm.allreduce_fusion``: compute the call by llm_comm, else by FlashInfer."""
+    # Engines pass keyword arguments. Positional ones are left to FlashInfer: their order may change with a release.
     result = None if args else _by_llm_comm(kwargs)
     return theirs(*args, **kwargs) if result is None else result
 
 
 def _by_llm_comm(call: dict[str, Any]) -> torch.Tensor | None:
+    """Compute a call, given its keyword arguments; None if the group is not served or llm_comm declines the call."""
     served = _served.get(getattr(call.get("workspace"), _RANKS, ()))
     if served is None:
         return None
@@ -100,7 +105,7 @@ def _by_llm_comm(call: dict[str, Any]) -> torch.Tensor | None:
         return None
     x: torch.Tensor = call["input"]
     if kind == _SUM:
-        with contextlib.suppress(UnsupportedInputError):  # ``output`` does not fit, on all ranks alike
+        with contextlib.suppress(UnsupportedInputError):  # ``output`` does not fit, which is so on all ranks
             return served.communicator.try_all_reduce(x, call.get("output"))
         return None
     residual, weight, scale = (call.get(name) for name in ("residual_in", "rms_gamma", "scale_factor"))
@@ -124,12 +129,12 @@ def _by_llm_comm(call: dict[str, Any]) -> torch.Tensor | None:
 
 
 def _has_effect(value: Any) -> bool:
-    """Return whether an argument asks for something: None and 0 do not."""
+    """Return whether an argument asks for anything. None and 0 ask for nothing."""
     return value is not None and not (isinstance(value, (int, float)) and value == 0)
 
 
 def _kind_of(call: dict[str, Any]) -> str | None:
-    """The pattern of a call, of those that llm_comm has; None: another one."""
+    """Return the name of the call's pattern; None if llm_comm does not support the pattern."""
     from flashinfer.comm import AllReduceFusionPattern as Pattern
 
     return next((kind for kind in _READ if getattr(Pattern, kind, None) == call.get("pattern")), None)

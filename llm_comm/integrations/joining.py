@@ -1,4 +1,4 @@
-"""How an engine's ranks join: whether each uses llm_comm, and a communicator on all of them or on none."""
+"""Set-up of a group: the ranks of an engine vote on using llm_comm, and make a communicator on all ranks or on none."""
 
 from __future__ import annotations
 
@@ -20,60 +20,66 @@ from llm_comm.runtime.rendezvous import Rendezvous
 
 logger = logging.getLogger("llm_comm")
 
-#: Bound of waits in seconds where the operator set none. Longer than the library's own: the ranks of an engine compile
-#: and tune kernels at different speeds, and whoever is first waits in an all-reduce. torch gives NCCL as long.
+#: Default of ``timeout_s`` in engines, as long as torch's default for NCCL. The library's default is too short: an
+#: engine's ranks compile and tune kernels at different speeds, and the first one waits in an all-reduce.
 ENGINE_TIMEOUT_S = 600.0
 
-#: Bound in seconds of the wait for the other ranks to say whether they use llm_comm. They make the group together: just
-#: before, gloo has connected all of them and the engine's own communicators have talked to each other, so what is
-#: waited for is an import and the reading of a file. Who is not there by then has no llm_comm, or it is switched off.
+#: Time limit in seconds for all ranks to vote on using llm_comm. A short limit is enough: the engine has just connected
+#: the ranks, so a late rank only imports llm_comm and reads its options. A rank that does not vote in time has no
+#: llm_comm installed, or has it switched off.
 JOIN_TIMEOUT_S = 120.0
 
 _HOW_TO_SPAN_NODES = "LLM_COMM_MULTI_NODE=1 on all ranks serves groups over several nodes, docs/operate/nodes.md"
 
-# ASCII characters of what a rank can say in a vote: they fit in a message of the rendezvous, also if all are escaped.
+# Maximum length of a rank's text in a vote. It fits into a message of the rendezvous even if every character is
+# escaped.
 _MAX_WORD = 600
 
 
 class NotJoinedError(LlmCommError):
-    """The ranks of a group agreed to do without llm_comm. The text says why and is the same on all of them."""
+    """The ranks of a group agreed to run without llm_comm. The text has the reason and is equal on all ranks."""
 
 
 class SwitchedOffError(NotJoinedError):
-    """They do without it because the operator wants it so."""
+    """The ranks of a group run without llm_comm because an option switches it off."""
 
 
 class AbsentRanksError(LlmCommError):
-    """Some ranks of a group never asked for llm_comm. The engine cannot go on: an operation that they have no part in
-    is pending in its group of CPU ranks, and the next one of the engine's own would be matched with that."""
+    """Some ranks of a group did not come to the vote, so the engine must stop.
+
+    The vote is still pending in the engine's gloo group. The engine's next operation in that group would be matched
+    with it.
+    """
 
 
 def switched_off() -> bool:
-    """Whether ``LLM_COMM_ENABLE`` says that the engine is to be left alone, whatever the other options are."""
+    """Return whether ``LLM_COMM_ENABLE`` switches llm_comm off. A wrong value does not: ``join`` reports it."""
     name = "LLM_COMM_ENABLE"
     try:
         return name in os.environ and not EngineOptions.load({name: os.environ[name]}).enable
     except ConfigError:
-        return False  # told when the ranks join
+        return False
 
 
 def served_device(device: torch.device) -> torch.device:
-    """An engine's device as llm_comm takes it: where torch has no CUDA, an emulated GPU."""
+    """Return the device on which llm_comm serves an engine: the CPU (emulated GPUs) if torch has no CUDA."""
     return device if torch.cuda.is_available() else torch.device("cpu")
 
 
 def join(group: dist.ProcessGroup, device: torch.device, load_config: Callable[[], EngineOptions]) -> Communicator:
-    """A communicator for ``group``, on all of its ranks or on none. Collective.
+    """Make a communicator for ``group``, on all ranks or on none. Collective.
+
+    The ranks vote three times: on their options and build, on the nodes that they run on, and on the set-up itself.
 
     Args:
         group: gloo group of the ranks.
-        device: CUDA device of this rank; emulated GPUs take its place where torch has no CUDA.
-        load_config: Returns the options of this rank.
+        device: CUDA device of this rank. Emulated GPUs replace it if torch has no CUDA.
+        load_config: Function that returns the options of this rank.
 
     Raises:
         ConfigError: A rank has a wrong option. Raised on all ranks.
-        NotJoinedError: A rank does without llm_comm, cannot use it, or failed to set it up. Raised on all ranks.
-        AbsentRanksError: A rank did not come. Raised on those that did.
+        NotJoinedError: A rank has llm_comm switched off, cannot use it, or failed to set it up. Raised on all ranks.
+        AbsentRanksError: A rank did not vote or was lost. Raised on the ranks that are left.
     """
     device = served_device(device)
     rendezvous = Rendezvous(group, JOIN_TIMEOUT_S)
@@ -81,7 +87,7 @@ def join(group: dist.ProcessGroup, device: torch.device, load_config: Callable[[
     try:
         config = load_config()
         _check(config, device, rendezvous.world_size)
-    except Exception as error:  # whatever it is, the other ranks must hear of it
+    except Exception as error:  # any error must reach the other ranks, which would wait for this one
         objection = error
     _vote(rendezvous, objection)
     assert config is not None
@@ -90,14 +96,15 @@ def join(group: dist.ProcessGroup, device: torch.device, load_config: Callable[[
     communicator = None
     try:
         communicator = Communicator(group, device, config)
-    except MissingRankError as error:  # it has voted, and is lost since: there is nobody to vote with
+    except MissingRankError as error:  # no further vote is possible without the lost rank
         raise AbsentRanksError(f"a rank of the engine was lost while llm_comm was set up: {error}") from error
     except Exception as error:
         logger.debug("set-up failed", exc_info=True)
         objection = error
     try:
-        # Communicator fails on all ranks or on none. If it ever did not, the others would wait in an all-reduce for a
-        # rank that takes the engine's own way. A rank may have waited for others in there, as long as an engine waits.
+        # The constructor fails on all ranks or on none. This vote guards that: otherwise ranks with a communicator
+        # would wait in an all-reduce for a rank that uses the engine's own. The time limit is the engine's, because a
+        # rank may come out of the constructor that much later than another.
         _vote(Rendezvous(group, ENGINE_TIMEOUT_S), objection)
     except LlmCommError:
         if communicator is not None:
@@ -108,7 +115,12 @@ def join(group: dist.ProcessGroup, device: torch.device, load_config: Callable[[
 
 
 def _check(config: EngineOptions, device: torch.device, world_size: int) -> None:
-    """Raises if this rank does without llm_comm, as far as it can tell alone."""
+    """Check what this rank can check without its peers.
+
+    Raises:
+        ConfigError: Option ``table`` is wrong.
+        NotJoinedError: llm_comm is switched off on this rank, or cannot serve the group.
+    """
     if not config.enable:
         raise SwitchedOffError(f"enable is false ({config.origins.get('enable', 'Python')})")
     if world_size > _core.max_world_size and not config.multi_node:
@@ -122,7 +134,7 @@ def _check(config: EngineOptions, device: torch.device, world_size: int) -> None
 
 
 def _objection_to_nodes(rendezvous: Rendezvous, config: EngineOptions) -> Exception | None:
-    """What this rank has against where the ranks are. Collective.
+    """Return this rank's objection to the nodes on which the ranks run, or None. Collective.
 
     Raises:
         AbsentRanksError: A rank is lost.
@@ -142,15 +154,16 @@ def _objection_to_nodes(rendezvous: Rendezvous, config: EngineOptions) -> Except
     )
 
 
-# What a rank can object with, most important first: an error of the operator is not to hide behind anything else.
+# Classes of objections, most important first. A wrong option of the operator must not be hidden by another objection.
 _OBJECTIONS: tuple[type[LlmCommError], ...] = (ConfigError, SwitchedOffError, NotJoinedError)
 
 
 def _vote(rendezvous: Rendezvous, objection: Exception | None) -> None:
-    """Raises one of ``_OBJECTIONS``, the same on all ranks, if a rank has an objection.
+    """Collect the objections of all ranks, and raise the same error on all ranks if there is one. Collective.
 
     Raises:
-        AbsentRanksError: A rank did not come.
+        ConfigError, SwitchedOffError, NotJoinedError: A rank objects. The class is the most important one.
+        AbsentRanksError: A rank did not vote in time.
     """
     word = None
     if objection is not None:
@@ -159,7 +172,7 @@ def _vote(rendezvous: Rendezvous, objection: Exception | None) -> None:
     try:
         words = rendezvous.gather("vote on llm_comm", word)
     except LlmCommError as missing:
-        text = str(missing).replace(" (LLM_COMM_TIMEOUT_S)", "")  # which does not bound this wait
+        text = str(missing).replace(" (LLM_COMM_TIMEOUT_S)", "")  # another limit applies here
         raise AbsentRanksError(
             f"not every rank of the engine came to set up llm_comm ({text}). On each node, check that llm_comm is "
             "installed in the environment of the engine, and that LLM_COMM_ENABLE, VLLM_PLUGINS and SGLANG_PLUGINS are "
@@ -174,15 +187,15 @@ def _vote(rendezvous: Rendezvous, objection: Exception | None) -> None:
 
 
 def objection_of_any(group: dist.ProcessGroup, objection: str | None, about: str = "norms") -> str | None:
-    """What the ranks of ``group`` have against going on, in words; None if nobody has anything. Collective.
+    """Vote on a feature. Return the objections of all ranks as one text, equal on all ranks, or None. Collective.
 
     Args:
         group: gloo group of the ranks.
-        objection: Of this rank.
-        about: What they vote on.
+        objection: Objection of this rank, or None.
+        about: Name of the feature, for errors.
 
     Raises:
-        RendezvousError: A rank is gone.
+        RendezvousError: A rank is lost.
     """
     word = None if objection is None else _fit(objection)
     rendezvous = Rendezvous(group, ENGINE_TIMEOUT_S)
@@ -192,7 +205,8 @@ def objection_of_any(group: dist.ProcessGroup, objection: str | None, about: str
 
 
 def _together(texts: Mapping[int, str], names: RankNames) -> str:
-    """What some ranks say, in one line; once, if all say the same."""
+    """Join the texts of ranks to one line, with the rank's name before each text. A text that all ranks share stands
+    once and without names."""
     if len(texts) == names.size and len(set(texts.values())) == 1:
         return texts[0]
     return "; ".join(f"{names.full(rank)}: {text}" for rank, text in texts.items())

@@ -1,8 +1,8 @@
-"""Files of what engines have measured at their start: tuning tables in the user's directory, by device and by the
-kernels of this build.
+"""Tuning tables that engines have measured at their start, kept as files in the user's directory.
 
-A file is whole at any time, however many engines start at once: each writes its own and renames it. What cannot be
-read or written costs the time to measure, and one warning.
+Each device and each build of the kernels has a directory of its own, since measurements hold for both only together.
+Engines may start at the same time: a file is written under another name and renamed, so readers see complete files. A
+file that cannot be read or written costs another measurement and one warning, but never the start.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ from llm_comm.planning.tables import TuningTable
 
 
 class MeasuredTables:
-    """The tables that were measured on one device.
+    """Kept tables of one device.
 
     Args:
-        device: Of this rank.
-        world_size: Ranks of the group.
-        log: Takes warnings.
+        device: Device of this rank.
+        world_size: Number of ranks of the group.
+        log: Logger for warnings.
     """
 
     def __init__(self, device: torch.device, world_size: int, log: logging.Logger) -> None:
@@ -38,13 +38,13 @@ class MeasuredTables:
         self._has_warned = False
 
     def path(self, name: str) -> Path | None:
-        """Return where a table is kept; None for a user without a home."""
+        """Return the path of a table's file; None if the user has no home directory."""
         directory = table_directory()
         device = re.sub(r"[^a-z0-9]+", "_", self._device.lower())
         return None if directory is None else directory / "measured" / f"{device}_{self._kernels}" / f"{name}.yaml"
 
     def read(self, name: str) -> TuningTable | None:
-        """Return a table; None where there is none that can be used."""
+        """Return a kept table; None if there is no file, or none that can be used."""
         path = self.path(name)
         if path is None or not path.is_file():
             return None
@@ -59,7 +59,7 @@ class MeasuredTables:
         return found.table
 
     def write(self, name: str, table: TuningTable) -> None:
-        """Keep a table."""
+        """Write a table to its file, with the date and the build that it was measured with."""
         path = self.path(name)
         if path is None:
             return

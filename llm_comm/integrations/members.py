@@ -1,4 +1,4 @@
-"""This rank's part in a group that llm_comm serves, from joining it to the end of the process."""
+"""Membership of this rank in a group of an engine that llm_comm serves, from set-up to close."""
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ _EXIT_CODE = 1
 
 
 class Member:
-    """This rank's part in a group that llm_comm serves: its communicator, whose failure ends the process.
+    """Membership of this rank in one group. A failure of the communicator ends the process.
 
     Args:
-        communicator: Closed by ``close``.
+        communicator: Communicator of the group. ``close`` closes it.
         group_name: The engine's name of the group.
-        log: Comes out where the engine's messages do. It takes the last words of the process, if it has to end.
+        log: Logger whose messages appear in the engine's log. It also gets the reason when the process is ended.
     """
 
     def __init__(self, communicator: Communicator, group_name: str, log: logging.Logger) -> None:
@@ -47,12 +47,12 @@ class Member:
     def _watch(self) -> None:
         """End this process when the communicator fails.
 
-        A CUDA graph is replayed without Python, so nobody would see the error, and the engine would serve sums that
-        lack a peer. An engine notices when one of its processes ends, and stops with an error; torch's watchdog of NCCL
-        relies on the same. Wrong results go unnoticed for less than 0.6 s.
+        CUDA graphs are replayed without Python, so no exception would reach the engine, and it would serve all-reduces
+        that lack a peer. Engines detect the end of a process and stop with an error. torch's NCCL watchdog relies on
+        this too. Wrong results are served for less than 0.6 s.
         """
-        # An exit of another rank ends this process too: kernels of other libraries would wait for that rank without
-        # end, and hold up this process.
+        # exits: the exit of another rank ends this process too. Otherwise a kernel of another library, such as NCCL,
+        # would wait for that rank forever and block this process.
         self.communicator.on_error(self._end, exits=True)
 
     def _end(self, error: CommunicatorError) -> None:
@@ -60,15 +60,15 @@ class Member:
             return
         last_words = f"{error}\nEnding this process: what the engine computes from here on would be wrong."
         self._log.critical("llm_comm: %s", last_words)
-        # Not sys.exit: the main thread may be waiting for the GPU or for another rank.
+        # sys.exit would not end the process: the main thread may be waiting for the GPU or for another rank.
         os._exit(_EXIT_CODE)
 
     def summary(self, engine: str, *, sums: bool = True) -> str:
-        """The line for the log of rank 0 that says what llm_comm does from now on.
+        """Return the start line for the log of rank 0: which collectives of the group llm_comm serves.
 
         Args:
-            engine: Its name.
-            sums: Whether the group sums; else it gathers and scatters alone.
+            engine: Name of the engine.
+            sums: Whether llm_comm serves all-reduces of the group, or only all-gathers and reduce-scatters.
         """
         communicator = self.communicator
         config, table = options_of(communicator), communicator.table
@@ -91,7 +91,7 @@ class Member:
         )
 
     def say_once(self, text: str, *tensors: torch.Tensor) -> None:
-        """Log on rank 0 what happens for the first time, with the number of ranks and the shapes of ``tensors``."""
+        """Log ``text`` on rank 0 the first time, formatted with the number of ranks and the shapes of ``tensors``."""
         if text not in self._said:
             self._said.add(text)
             if dist.get_rank() == 0:
@@ -100,16 +100,17 @@ class Member:
     def all_reduce_add_rms_norm(
         self, x: torch.Tensor, residual: torch.Tensor | None, weight: torch.Tensor, epsilon: float, **options: Any
     ) -> tuple[torch.Tensor, ...] | None:
-        """The fused sum and norm of ``Communicator.all_reduce_add_rms_norm``; None, the same on all ranks, if it is not
-        served: nothing has been summed then.
+        """Compute ``Communicator.all_reduce_add_rms_norm``, or return None if llm_comm declines the call.
+
+        All ranks decline alike, and a declined call has communicated nothing.
 
         Raises:
-            UnsupportedInputError: It is not served, and must be: with ``batch_invariant_norm`` llm_comm computes the
-                norms of all batches.
+            UnsupportedInputError: llm_comm declines the call, but ``batch_invariant_norm`` is "llm_comm": then
+                llm_comm must compute the norms of all batches.
         """
         communicator = self.communicator
         if communicator.config.batch_invariant_norm == "llm_comm":
-            # The engine's norm would have other bits. What is not served is an error of the call below.
+            # The engine's norm rounds differently, so it may not replace a declined call. This call raises instead.
             x, residual = x.contiguous(), None if residual is None else residual.contiguous()
             call: Callable[..., tuple[torch.Tensor, ...] | None] = communicator.all_reduce_add_rms_norm
         else:
@@ -127,12 +128,13 @@ class Member:
         first: str,
         **options: Any,
     ) -> torch.Tensor | None:
-        """A linear layer of this rank; None if it is not served.
+        """Compute a linear layer on this rank, or return None if llm_comm declines it.
 
         Args:
-            attempt: Takes the communicator, ``x``, the weight and the options; returns a new tensor or None.
-            x, weight, options: Of the layer.
-            first: Logged for the first layer that is served.
+            attempt: Method of the communicator, called with ``x``, ``weight`` and ``options``. Returns a new tensor or
+                None.
+            x, weight, options: Operands of the layer.
+            first: Log line for the first layer that llm_comm computes.
         """
         result = attempt(self.communicator, x, weight, **options)
         if result is not None:
@@ -140,10 +142,11 @@ class Member:
         return result
 
     def close(self) -> None:
-        """Makes no use of the group, which may be gone."""
+        """Close the communicator. The engine's process group is not used: vLLM may have destroyed it already."""
         with contextlib.ExitStack() as last:
             last.callback(setattr, self, "_is_closed", True)
-            # It waits for the GPU: for ever, where a kernel of NCCL waits for a dead rank.
+            # This call waits for the GPU: forever, if a kernel of NCCL waits for a dead rank. So _is_closed is set
+            # after it, and until then a failure still ends the process.
             last.callback(self.communicator.close)
             statistics.leave(self.group_name, self.communicator, self._log)
             sleeping.leave(self.communicator)
@@ -158,17 +161,20 @@ def enter(
     engine: str,
     log: logging.Logger,
 ) -> Member | None:
-    """Joins ``group``; None, on all of its ranks, if they do without llm_comm, and a line in ``log`` that says why.
+    """Set llm_comm up for ``group``, and return this rank's membership. Collective.
+
+    The result is None on all ranks if the group runs without llm_comm. A log line then has the reason.
 
     Args:
         group_name: The engine's name of the group.
         engine: Name of the engine.
-        log: Comes out where the engine's messages do.
-        group, device, load_config: See ``join``.
+        log: Logger whose messages appear in the engine's log.
+        group, device, load_config: Arguments of ``join``.
 
     Raises:
         ConfigError: A rank has a wrong option. Raised on all ranks, so that the engine does not start.
-        AbsentRanksError: A rank did not come. Raised on those that did, so that the engine does not start.
+        AbsentRanksError: A rank did not vote or was lost. Raised on the ranks that are left, so that the engine does
+            not start.
     """
     name_group(group, group_name)
     try:
@@ -178,7 +184,7 @@ def enter(
             log.info("llm_comm is not active: %s. %s's own collectives are used.", error, engine)
         return None
     except NotJoinedError as error:
-        # Every rank says so: whichever log is read, it tells why decoding is slower than hoped for.
+        # All ranks log this, so that every log explains why decoding is slower than expected.
         text = "llm_comm %s is not active for group %s: %s. %s's own collectives are used."
         log.warning(text, VERSION, group_name, error, engine)
         return None
@@ -188,5 +194,5 @@ def enter(
 
 
 def why_not_fused(communicator: Communicator) -> str | None:
-    """Why no all-reduce of the group is fused with its norm, if so: the same on all ranks."""
+    """Return the reason why the group cannot fuse all-reduces with norms, or None. All ranks return the same."""
     return f"it {WHY_NOT_ALONE}" if communicator.nodes == communicator.world_size > 1 else None

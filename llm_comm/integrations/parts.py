@@ -1,4 +1,4 @@
-"""All-gathers and reduce-scatters of a group of an engine: what llm_comm serves of them, and the lines that say so."""
+"""All-gathers and reduce-scatters of an engine's group: calls that llm_comm serves, and their log lines."""
 
 from __future__ import annotations
 
@@ -13,20 +13,20 @@ from llm_comm.errors import UnsupportedInputError
 from llm_comm.integrations.engine_config import options_of
 from llm_comm.integrations.members import Member
 
-#: Logged once by rank 0 for each method of the engine, and again where parts differ in size: with the method, the
-#: group, number of ranks, shape, and how the sizes are. That a group is served does not mean that anything is gathered.
+#: Log line of rank 0 for the first call of each engine method, and for the first call with shards of different sizes.
+#: The start line alone does not prove that anything is gathered. Values: method, group, ranks, shape, sizes.
 FIRST_CALL = "llm_comm: first %s of group %s (%d ranks, shape %s%s)"
 
 
 class Parts:
-    """One group's, as far as ``EngineOptions.all_gather`` and ``EngineOptions.reduce_scatter`` say.
+    """All-gather and reduce-scatter of one group. Options ``all_gather`` and ``reduce_scatter`` switch them off.
 
-    Each method returns None, the same on all ranks, for what is not served: nothing has been exchanged then, and the
-    engine goes its own way.
+    Each method returns None if llm_comm declines the call. All ranks decline alike, and a declined call has exchanged
+    nothing, so the engine can run its own collective.
 
     Args:
-        member: This rank's part in the group.
-        log: Comes out where the engine's messages do.
+        member: This rank's membership in the group.
+        log: Logger whose messages appear in the engine's log.
     """
 
     def __init__(self, member: Member, log: logging.Logger) -> None:
@@ -49,12 +49,12 @@ class Parts:
 
     @property
     def gathers(self) -> bool:
-        """Whether any all-gather is served."""
+        """True if llm_comm serves all-gathers of this group."""
         return self._gathers is not None
 
     @property
     def scatters(self) -> bool:
-        """Whether any reduce-scatter is served."""
+        """True if llm_comm serves reduce-scatters of this group."""
         return self._scatters is not None
 
     def all_gather(
@@ -65,13 +65,15 @@ class Parts:
         sizes: Sequence[int] | None = None,
         out: torch.Tensor | None = None,
     ) -> torch.Tensor | None:
-        """The parts of all ranks along ``dim``: ``out``, or a new tensor.
+        """Concatenate the shards of all ranks along ``dim``, into ``out`` or a new tensor; None if declined.
 
         Args:
-            method: The engine's name of the call.
-            x: This rank's part, of any layout.
-            dim, sizes: As of ``Communicator.all_gather``.
-            out: Of any layout, and of any shape with as many elements. It decides nothing: ranks may differ in it.
+            method: Name of the engine's method, for the log.
+            x: Shard of this rank, of any layout.
+            dim: Dimension along which shards are concatenated.
+            sizes: Size of each rank's shard along ``dim``; None if all are equal.
+            out: Tensor of any layout, and of any shape with the right number of elements. It does not influence the
+                decision, since ranks may differ in its layout.
         """
         return self._call(self._gathers, method, x, dim, sizes, out)
 
@@ -83,7 +85,15 @@ class Parts:
         sizes: Sequence[int] | None = None,
         out: torch.Tensor | None = None,
     ) -> torch.Tensor | None:
-        """This rank's part along ``dim`` of the sum over the group; the rest as of ``all_gather``."""
+        """Sum ``x`` over the group, and return this rank's shard of the sum along ``dim``; None if declined.
+
+        Args:
+            method: Name of the engine's method, for the log.
+            x: Tensor of the whole shape, of any layout.
+            dim: Dimension along which the sum is split.
+            sizes: Size of each rank's shard along ``dim``; None if all are equal.
+            out: Tensor of any layout for the shard; None for a new tensor.
+        """
         return self._call(self._scatters, method, x, dim, sizes, out)
 
     def _call(
@@ -95,9 +105,11 @@ class Parts:
         sizes: Sequence[int] | None,
         out: torch.Tensor | None,
     ) -> torch.Tensor | None:
+        """Run an operation if it is accepted, and log the first call of each method; None if it is declined."""
         if operation is None:
             return None
-        # Before anyone decides: ranks whose parts differ in size can differ in layout. One row is always contiguous.
+        # Must precede the decision, which reads the layout: ranks with different sizes can differ in it. A shard of one
+        # row is always contiguous, one of several rows may not be.
         x = x.contiguous()
         if out is None:
             result = operation.attempt(x, dim, sizes)
@@ -115,13 +127,13 @@ class Parts:
         return result
 
     def leave(self) -> None:
-        """Closes llm_comm; whoever asks from now on is served by the engine."""
+        """Close the group's communicator. The engine serves all further calls."""
         self._gathers = self._scatters = None
         self._member.close()
 
 
 class _Operation(NamedTuple):
-    """Methods of a communicator for one operation."""
+    """Methods of a communicator for one operation: must succeed; query; may decline."""
 
     run: Callable[..., Any]
     accepts: Callable[..., bool]
@@ -131,9 +143,9 @@ class _Operation(NamedTuple):
 def _into(
     operation: Callable[..., Any], x: torch.Tensor, dim: int, sizes: Sequence[int] | None, out: torch.Tensor
 ) -> torch.Tensor:
-    """The result of an accepted call, in ``out``."""
+    """Run a call that was accepted, and write the result to ``out``."""
     try:
         operation(x, dim, sizes, out)
-    except UnsupportedInputError:  # of ``out``, which is looked at before anything is sent: it has gaps or overlaps x
+    except UnsupportedInputError:  # ``out`` has gaps or overlaps x. It is checked before anything is sent.
         out.copy_(operation(x, dim, sizes).view(out.shape))
     return out

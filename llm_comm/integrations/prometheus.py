@@ -1,5 +1,9 @@
-"""``Communicator.stats`` of an engine's groups as metrics of ``prometheus_client``: in its default registry, on a port
-of its own and, where the engine gathers the metrics of its processes in a directory, there."""
+"""Prometheus metrics made of ``Communicator.stats`` of an engine's groups.
+
+Metrics are exported in up to two ways. With PROMETHEUS_MULTIPROC_DIR set, where the engine collects the metrics of its
+processes, they are written to that directory; otherwise the default registry of ``prometheus_client`` has them. If
+option ``stats`` is a port, an HTTP server of this process serves them as well.
+"""
 
 from __future__ import annotations
 
@@ -15,9 +19,9 @@ from llm_comm.runtime.statistics import Stats
 
 Read = Callable[[], Mapping[str, Stats]]
 
-#: By which prometheus_client, and engines, know the directory.
+#: Environment variable by which prometheus_client and engines find the directory of the multiprocess mode.
 DIRECTORY = "PROMETHEUS_MULTIPROC_DIR"
-#: Between two looks at what is written there, in seconds.
+#: Seconds between two updates of the metrics in the directory.
 _PERIOD_S = 5.0
 _PREFIX = "llm_comm"
 _OF_GROUP = ("group", "rank")
@@ -29,16 +33,16 @@ _COUNTED = {
     "captured_bytes": "Bytes of the messages of captured calls",
 }
 
-#: In which this process shows them already.
+#: Exports that this process has opened: "directory", "registry" and "port N".
 _ways: set[str] = set()
 
 
 class Collector:
-    """What a registry of ``prometheus_client`` asks.
+    """Collector for a registry of ``prometheus_client``.
 
     Args:
-        read: Returns what each group has done so far, by its name.
-        rank: Of this process among the engine's.
+        read: Function that returns the statistics of each group, by group name.
+        rank: Rank of this process in the engine.
     """
 
     def __init__(self, read: Read, rank: int) -> None:
@@ -46,11 +50,11 @@ class Collector:
         self._rank = str(rank)
 
     def describe(self) -> list[Any]:
-        """No metrics: a registry would else ask for all of them when this is registered."""
+        """Return no metrics. Without this method a registry would call ``collect`` at registration."""
         return []
 
     def collect(self) -> Iterator[Any]:
-        """The metrics as they are now."""
+        """Yield the metrics with their present values."""
         from prometheus_client.core import CounterMetricFamily as Counter
         from prometheus_client.core import GaugeMetricFamily as Gauge
 
@@ -84,8 +88,11 @@ class Collector:
 
 
 class Publisher:
-    """Writes what a collector collects to the directory of ``prometheus_client``'s multiprocess mode, which takes no
-    collectors. Whoever serves the engine's metrics finds it there."""
+    """Copy the metrics of a collector to the directory of ``prometheus_client``'s multiprocess mode.
+
+    That mode ignores collectors: it reads only metric objects of the library. The engine's metrics server reads the
+    directory.
+    """
 
     def __init__(self, collector: Collector) -> None:
         self._collector = collector
@@ -93,13 +100,13 @@ class Publisher:
         self._written: dict[tuple[str, ...], float] = {}
 
     def publish(self) -> None:
-        """Writes the metrics as they are now."""
+        """Write the present values once."""
         from prometheus_client import Counter, Gauge
 
         for family in self._collector.collect():
             is_counter = family.type == "counter"
             for sample in family.samples:
-                metric: Any = self._metrics.get(family.name)  # of one of two kinds
+                metric: Any = self._metrics.get(family.name)  # a Counter or a Gauge
                 if metric is None:
                     about = family.name, family.documentation, tuple(sample.labels)
                     metric = (
@@ -117,19 +124,21 @@ class Publisher:
                     child.set(sample.value)
 
     def run(self) -> None:
-        """Writes them again and again, until the process ends."""
+        """Write the values periodically until the process ends."""
         while True:
             time.sleep(_PERIOD_S)
             self.publish()
 
 
 def serve(read: Read, rank: int, port: int | None, host: str, log: logging.Logger) -> None:
-    """Shows the metrics in each way that there is, once a process. What cannot be opened is a warning.
+    """Export the metrics. Each export is opened once a process. One that cannot be opened gives a warning.
 
     Args:
-        read, rank: As of ``Collector``.
-        port: Of rank 0, with the metrics of llm_comm alone; None for none.
+        read: Function that returns the statistics of each group, by group name.
+        rank: Rank of this process in the engine.
+        port: Port of rank 0 for the metrics of llm_comm alone; rank N uses ``port + N``. None: no port.
         host: Address on which the port is opened.
+        log: Logger for the address and for warnings.
     """
     try:
         import prometheus_client
@@ -169,7 +178,8 @@ def _write_to(directory: str, collector: Collector, log: logging.Logger) -> None
     except OSError as error:
         log.warning("llm_comm: no metrics in the directory of %s: %s", DIRECTORY, error)
         return
-    # Else the values are in this process alone.
+    # prometheus_client reads the variable when it is imported. Without a file of this process, it was imported before
+    # the variable was set, and the values never leave this process.
     if any(Path(directory).glob(f"*_{os.getpid()}.db")):
         threading.Thread(target=publisher.run, name="llm_comm metrics", daemon=True).start()
     else:

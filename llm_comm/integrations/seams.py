@@ -1,12 +1,12 @@
-"""Seams to an engine: the symbols of the engine that llm_comm replaces or relies on, in one table an engine.
+"""Seams to an engine: one table per engine with all symbols of the engine that llm_comm replaces or relies on.
 
-A feature of llm_comm needs some rows of the table (``vllm/seams.py``, ``sglang/seams.py``). ``Table.attempt`` looks at
-all rows of a feature before it replaces anything, so a feature is on as a whole or off as a whole, with a reason.
+Each row of a table (``vllm/seams.py``, ``sglang/seams.py``) belongs to a feature of llm_comm. ``Table.attempt`` checks
+all rows of a feature before it replaces anything. So a feature is on completely, or off with a reason for the log.
 
-A row is compared with the engine's sources by a digest (``engine_sources.py``). Digests of the releases that were
-tested stand in a file beside the table; ``tools/engine_digests.py`` writes them. A release with other sources keeps the
-engine's own code for that feature, until option ``untested`` asks for llm_comm all the same. The all-reduce does not go
-by digests: its rows say which parameters a function must have.
+A row is compared with the engine's sources by a digest (``engine_sources.py``). ``tools/engine_digests.py`` writes the
+digests of tested releases to a file beside the table. In a release with other sources the feature is off, unless option
+``untested`` switches it on. Rows of the all-reduce have no digest: they list the parameters that a function must have,
+so that the all-reduce is served in untested releases too.
 """
 
 from __future__ import annotations
@@ -27,23 +27,23 @@ from llm_comm.integrations.engine_sources import Definition, Modules, Sources
 
 logger = logging.getLogger("llm_comm")
 
-#: Puts a replacement in the place of a symbol: takes the symbol and the function that the row calls ``patch``.
+#: Function that replaces a symbol of the engine. Arguments: the symbol, and the row's ``patch``.
 Install = Callable[[str, Callable[..., Any]], None]
 
 
 class Row(NamedTuple):
-    """A symbol of an engine.
+    """Row of a table: a symbol of an engine that a feature needs.
 
     Attributes:
-        feature: The feature of llm_comm that needs the symbol.
-        symbols: ``module:qualified name``. Of several, separated by spaces, the first that the release has counts.
-        patch: ``module:function`` of llm_comm that is called in place of the symbol, with the replaced function before
-            the arguments. Empty: llm_comm calls, reads or subclasses the symbol.
-        takes: The parameters that the function must have. None: not compared.
-        by_digest: Whether the source must be one that was tested.
+        feature: Feature of llm_comm that needs the symbol.
+        symbols: ``module:qualified name``, or several separated by spaces: the first that the release has is used.
+        patch: ``module:function`` of llm_comm that is called in place of the symbol. Its first argument is the replaced
+            function. Empty: the symbol is not replaced; llm_comm calls, reads or subclasses it.
+        takes: Parameters that the function must have; None: not compared.
+        by_digest: Whether the symbol's source must be that of a tested release.
         is_required: Whether the feature is off in a release without the symbol.
-        where: A symbol or module: only releases that have it have the row; with ``!`` ahead, only those without it.
-        lost: The loss in a release without an optional symbol.
+        where: Condition for the row: a symbol or module that the release must have, or must not have with ``!`` ahead.
+        lost: Consequence, in words, in a release without this optional symbol.
     """
 
     feature: str
@@ -57,16 +57,16 @@ class Row(NamedTuple):
 
 
 class Table:
-    """All rows of an engine.
+    """Table of the seams to one engine.
 
     Args:
         engine: Name of the engine, for messages.
-        package: Name of its package.
-        rows: See ``Row``.
-        lost: The loss without a feature, by feature, in the order of messages.
-        digests: The file with digests of tested releases.
-        install: How this engine's functions are replaced.
-        needs: The feature that another one cannot do without, by the latter.
+        package: Name of the engine's Python package.
+        rows: Rows of the table.
+        lost: Consequence of each feature being off, in words, by feature. The order is that of messages.
+        digests: File with the digests of tested releases.
+        install: Function that replaces a symbol in this engine.
+        needs: Dependencies between features: ``needs[a] == b`` means that ``a`` is off if ``b`` is off.
     """
 
     def __init__(
@@ -83,21 +83,22 @@ class Table:
         self._install = install
         self.needs = needs
         self._applied: set[str] = set()
-        #: Whether features are on in releases that were not tested (option ``untested``).
+        #: Whether digests are ignored, so that features are on in untested releases (option ``untested``).
         self.untested = False
         self.sources = Sources(Modules())
 
     def why_not(self, feature: str) -> str | None:
-        """Return why this release of the engine cannot have ``feature``, if so. Never raises."""
+        """Return the reason why this release of the engine cannot have ``feature``, or None. Never raises."""
         try:
             return next(filter(None, (self.objection(row) for row in self.rows if row.feature == feature)), None)
         except Exception as error:
             return f"the sources of {self.release} cannot be read ({type(error).__name__}: {error})"
 
     def attempt(self, feature: str, *set_ups: Callable[[], str | None]) -> str | None:
-        """Run ``set_ups``, then replace what ``feature`` replaces, once. Return why the feature is off, if so.
+        """Switch ``feature`` on in this process. Return the reason why it stays off, or None. Never raises.
 
-        Nothing is replaced unless all rows of the feature are as they must be. Never raises.
+        The rows are checked first, then ``set_ups`` run in order. Each returns a reason to stop, or None. Only then are
+        the symbols of the feature replaced, all or none, and once a process.
         """
         try:
             why_not = self.why_not(feature)
@@ -120,15 +121,18 @@ class Table:
         return self.sources.has(symbol)
 
     def present(self, row: Row) -> str | None:
-        """Return the symbol of ``row`` that this release has; None: it has none, or does without the row."""
+        """Return the symbol of ``row`` that this release has; None if it has none, or if the row does not apply."""
         return None if self._is_void(row) else self.first_of(row.symbols)
 
     def first_of(self, symbols: str) -> str | None:
-        """Return the first of ``symbols``, separated by spaces, that this release has; None: it has none."""
+        """Return the first of ``symbols``, separated by spaces, that this release has; None if it has none."""
         return next((symbol for symbol in symbols.split() if self.has(symbol)), None)
 
     def describe(self) -> str | None:
-        """Return one line: the features that are off in this release, why, and what is lost; None: all are on."""
+        """Return one line with the features that are off in this release, reasons and consequences; None if all are on.
+
+        Only rows are checked, not options or models.
+        """
         off = {feature: self.why_not(feature) for feature in self.lost}
         for feature, other in self.needs.items():
             if off[other] and not off[feature]:
@@ -146,7 +150,7 @@ class Table:
 
     @functools.cached_property
     def release(self) -> str:
-        """Name and version of the engine."""
+        """Name and installed version of the engine, for messages."""
         try:
             return f"{self.engine} {metadata.version(self.package)}"
         except metadata.PackageNotFoundError:
@@ -154,15 +158,16 @@ class Table:
 
     @functools.cached_property
     def tested(self) -> Mapping[str, Mapping[str, list[str]]]:
-        """Releases by digest, by symbol."""
+        """Tested releases, by symbol and then by digest."""
         found: dict[str, dict[str, list[str]]] = json.loads(self.digests.read_text(encoding="utf-8"))
         return found
 
     def _is_void(self, row: Row) -> bool:
+        """Return whether the row's condition ``where`` excludes this release."""
         return bool(row.where) and self.has(row.where.removeprefix("!")) == row.where.startswith("!")
 
     def objection(self, row: Row) -> str | None:
-        """Return what is wrong with the symbol of ``row`` in this release, if something is."""
+        """Return the reason why the symbol of ``row`` cannot be used in this release, or None."""
         if self._is_void(row):
             return None
         symbol = self.present(row)
@@ -177,7 +182,7 @@ class Table:
         return None
 
     def patches(self, feature: str) -> list[tuple[str, Callable[..., Any]]]:
-        """Return what ``feature`` replaces in this release, by which functions.
+        """Return the symbols that ``feature`` replaces in this release, each with the replacement.
 
         Raises:
             ImportError, AttributeError: A function of llm_comm cannot be imported.
@@ -186,10 +191,10 @@ class Table:
         return [(symbol, load(patch)) for symbol, patch in found if symbol is not None]
 
     def _apply(self, feature: str) -> None:
-        """Put all patches of ``feature`` in place, or none.
+        """Replace all symbols of ``feature``, or none.
 
         Raises:
-            Exception: A symbol cannot be imported or replaced. All of them are as before then.
+            Exception: A symbol cannot be imported or replaced. Replacements made so far have been undone.
         """
         patches = self.patches(feature)
         places = [owner_of(symbol) for symbol, _ in patches]
@@ -203,22 +208,25 @@ class Table:
             raise
 
 
-#: What ``flashinfer_rows`` are for. No loss is told where FlashInfer is not installed.
+#: Feature of ``flashinfer_rows``. It is not in ``Table.lost``, so a missing FlashInfer is not reported.
 FLASHINFER = "norms that the engine fuses by FlashInfer"
 
 
 def named_rows(feature: str, *symbols: str) -> tuple[Row, ...]:
-    """Rows of symbols that must be there, whatever their definition is."""
+    """Return rows of symbols that must exist, with any definition."""
     return tuple(Row(feature, symbol, by_digest=False) for symbol in symbols)
 
 
 def digest_rows(feature: str, *symbols: str, where: str = "") -> tuple[Row, ...]:
-    """Rows of symbols whose definition must be one that was tested."""
+    """Return rows of symbols whose definition must be that of a tested release."""
     return tuple(Row(feature, symbol, where=where) for symbol in symbols)
 
 
 def flashinfer_rows() -> tuple[Row, ...]:
-    """The rows of ``flashinfer_calls.py``, in the table of each engine. FlashInfer has releases of its own."""
+    """Return the rows of ``flashinfer_calls.py``, for the table of each engine.
+
+    They have no digests, since FlashInfer's releases are independent of the engine's.
+    """
     theirs, ours = "flashinfer.comm:", "llm_comm.integrations.flashinfer_calls:"
     return (
         Row(FLASHINFER, f"{theirs}allreduce_fusion", patch=f"{ours}around_fusion", by_digest=False),
@@ -228,7 +236,7 @@ def flashinfer_rows() -> tuple[Row, ...]:
 
 
 def owner_of(symbol: str) -> tuple[Any, str]:
-    """Return the module or class that holds ``symbol``, imported, and the name in there.
+    """Import the module or class that holds ``symbol``. Return the holder and the symbol's last name.
 
     Raises:
         ImportError, AttributeError: It is not there.
@@ -243,7 +251,7 @@ def owner_of(symbol: str) -> tuple[Any, str]:
 
 
 def load(symbol: str) -> Any:
-    """Return what ``module:qualified name`` names.
+    """Import and return the object that ``symbol`` (``module:qualified name``) names.
 
     Raises:
         ImportError, AttributeError: It is not there.
@@ -252,9 +260,9 @@ def load(symbol: str) -> Any:
 
 
 def replace(symbol: str, patch: Callable[..., Any]) -> None:
-    """Have ``patch`` called in place of ``symbol``, with the replaced function before the arguments.
+    """Replace ``symbol`` by a function that calls ``patch`` with the replaced function ahead of the arguments.
 
-    Modules that have imported the function, by whatever name, get the replacement too.
+    Modules that have already imported the function, under any name, get the replacement too.
     """
     owner, name = owner_of(symbol)
     theirs = inspect.getattr_static(owner, name)
@@ -270,8 +278,8 @@ def replace(symbol: str, patch: Callable[..., Any]) -> None:
 
 
 def put(owner: Any, name: str, before: Any, after: Any) -> None:
-    """Put ``after`` in the place of ``before``, which is ``owner``'s; of a module's, in all modules that have it, by
-    whatever name."""
+    """Set attribute ``name`` of ``owner`` to ``after``. If ``owner`` is a module, replace ``before`` in all imported
+    modules that hold it, under any name."""
     setattr(owner, name, after)
     if isinstance(owner, ModuleType):
         for module in list(sys.modules.values()):

@@ -1,7 +1,7 @@
-"""What engines do with workspaces while they sleep: their memory goes back to the device, and comes again.
+"""Sleep mode of engines: workspaces are released when the engine falls asleep, and restored when it wakes up.
 
-All ranks of an engine fall asleep and wake up together, so releases and restores come in the same order on all of them:
-that in which the groups were made.
+Release and restore are collective. All ranks of an engine sleep and wake together, and each rank takes its groups in
+the order of their creation, so the collectives match.
 """
 
 from __future__ import annotations
@@ -15,52 +15,60 @@ from llm_comm.errors import LlmCommError, MissingRankError
 from llm_comm.integrations.engine_config import options_of
 from llm_comm.options import MIB
 
-#: Kinds of groups, as their names begin, whose ranks all fall asleep together; (): all groups. An engine sets it.
+#: Kinds of groups that are released: the part of the group's name before ":". Empty: all groups. vLLM restricts this
+#: where the ranks of a group belong to several engines, which sleep independently.
 only: tuple[str, ...] = ()
 
-#: Of this process, the oldest first: the engine's name of the group, and where it logs.
+#: Groups of this process by the id of their communicator, the oldest first: name, communicator, logger.
 _groups: dict[int, tuple[str, weakref.ref[Communicator], logging.Logger]] = {}
 
 
 def follow(group_name: str, communicator: Communicator, log: logging.Logger) -> None:
-    """From now on the group is one of those of ``release_all``, until ``leave``.
+    """Register a group for ``release_all`` and ``restore_all``, until ``leave``.
 
     Args:
         group_name: The engine's name of the group.
-        log: Comes out where the engine's messages do.
+        communicator: Communicator of the group. A weak reference is kept.
+        log: Logger whose messages appear in the engine's log.
     """
     _groups[id(communicator)] = (group_name, weakref.ref(communicator), log)
 
 
 def leave(communicator: Communicator) -> None:
-    """The opposite of ``follow``; for one that is not followed, nothing."""
+    """Remove a group that ``follow`` has registered. A communicator that is not registered is ignored."""
     _groups.pop(id(communicator), None)
 
 
 def release_first(theirs: Any, *args: Any, **kwargs: Any) -> Any:
-    """Call a method by which an engine falls asleep, behind ``release_all``: it logs how much memory is free."""
+    """Replacement of an engine's sleep method: release workspaces, then call the method.
+
+    The release is first because the method (vLLM's) logs how much memory is free.
+    """
     release_all()
     return theirs(*args, **kwargs)
 
 
 def release_last(theirs: Any, *args: Any, **kwargs: Any) -> Any:
-    """Call a method by which an engine falls asleep, then ``release_all``: it refuses where requests are under way."""
+    """Replacement of an engine's sleep method: call the method, then release workspaces.
+
+    The release is last because the method (SGLang's) refuses while requests are running.
+    """
     result = theirs(*args, **kwargs)
     release_all()
     return result
 
 
 def restore_first(theirs: Any, *args: Any, **kwargs: Any) -> Any:
-    """Call a method by which an engine wakes up, behind ``restore_all``."""
+    """Replacement of an engine's wake-up method: restore workspaces, then call the method."""
     restore_all()
     return theirs(*args, **kwargs)
 
 
 def release_all() -> None:
-    """Releases every group of this process that falls asleep. Collective over each of them.
+    """Release the workspaces of every registered group whose kind is in ``only``. Collective over each group.
 
     Raises:
-        MissingRankError: As of ``release``.
+        MissingRankError: A rank did not come. The group is lost, so the engine cannot go on.
     """
     for group_name, reference, log in list(_groups.values()):
         communicator = reference()
@@ -69,10 +77,12 @@ def release_all() -> None:
 
 
 def restore_all() -> None:
-    """Restores every group of this process that is released. Collective over each of them.
+    """Restore the workspaces of every released group of this process. Collective over each group.
 
     Raises:
-        RendezvousError: As of ``restore``.
+        RendezvousError: A step failed on a rank, for example for lack of memory. Raised on all ranks; the engine stays
+            asleep and may try again.
+        MissingRankError: A rank did not come.
     """
     for group_name, reference, log in list(_groups.values()):
         communicator = reference()
@@ -81,7 +91,9 @@ def restore_all() -> None:
 
 
 def release(group_name: str, communicator: Communicator, log: logging.Logger) -> None:
-    """Gives the workspaces of a group back. Where that cannot be, they stay on all ranks, and the log says why.
+    """Release the workspaces of a group to the device. Collective.
+
+    If a rank cannot release, all ranks keep their workspaces, and rank 0 logs the reason.
 
     Raises:
         MissingRankError: A rank did not come. The group is lost, so the engine cannot go on.
@@ -106,10 +118,11 @@ def release(group_name: str, communicator: Communicator, log: logging.Logger) ->
 
 
 def restore(group_name: str, communicator: Communicator, log: logging.Logger) -> None:
-    """Takes memory for the workspaces of a group again, if they are released.
+    """Restore the workspaces of a group, if they are released. Collective.
 
     Raises:
-        RendezvousError: A rank has no memory, say: the same on all. The engine has not woken up, and can try again.
+        RendezvousError: A step failed on a rank, for example for lack of memory. Raised on all ranks; the engine stays
+            asleep and may try again.
         MissingRankError: A rank did not come.
     """
     if not communicator.is_released:

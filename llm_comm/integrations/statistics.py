@@ -1,5 +1,8 @@
-"""What engines tell of ``Communicator.stats``: a line in the log for each group when it is closed or the process ends
-and, with option ``stats``, on SIGUSR2, and what ``prometheus.py`` hands on."""
+"""Reports of ``Communicator.stats`` in engines: one log line for each group.
+
+The line is logged when a group is closed. With option ``stats`` it is also logged when the process ends and on SIGUSR2,
+and ``prometheus.py`` exports the numbers.
+"""
 
 from __future__ import annotations
 
@@ -15,17 +18,17 @@ from llm_comm.integrations import prometheus
 from llm_comm.integrations.engine_config import options_of
 from llm_comm.runtime.statistics import Stats
 
-#: Of this process: groups that are followed, by the engine's names, in the order in which they were made.
+#: Groups of this process with option ``stats``, by the engine's names, in the order of their creation.
 _groups: weakref.WeakValueDictionary[str, Communicator] = weakref.WeakValueDictionary()
-#: Where each of them logs, by its name.
+#: Logger of each group, by the group's name.
 _logs: dict[str, logging.Logger] = {}
-#: What tells the last words of all, once there was a group.
+#: Exit handler that logs all groups. Empty until the first group is registered.
 _at_end: list[Finalize] = []
 _SIGNAL = signal.SIGUSR2
 
 
 def describe(group_name: str, stats: Stats) -> str:
-    """The line: "llm_comm in group tp:0: all_reduce 12 calls (98304 bytes) and 64 captured; ..."."""
+    """Return the log line: "llm_comm in group tp:0: all_reduce 12 calls (98304 bytes) and 64 captured; ..."."""
     words = [
         f"{operation} {sums.calls} calls ({sums.bytes} bytes) and {sums.captured_calls} captured"
         for operation, sums in stats.by_operation().items()
@@ -42,18 +45,19 @@ def describe(group_name: str, stats: Stats) -> str:
 
 
 def follow(group_name: str, communicator: Communicator, rank: int, log: logging.Logger) -> None:
-    """Where options ask for it: tells what the group does on SIGUSR2, and to Prometheus.
+    """With option ``stats``: report the group at exit, on SIGUSR2 and to Prometheus. Without it: do nothing.
 
     Args:
         group_name: The engine's name of the group.
-        rank: Of this process among all of the engine's, for its port.
-        log: Comes out where the engine's messages do.
+        communicator: Communicator of the group. A weak reference is kept.
+        rank: Rank of this process in the engine, from which the port is derived.
+        log: Logger whose messages appear in the engine's log.
     """
     config = options_of(communicator)
     if not config.stats:
         return
     if not _at_end:
-        # Not atexit, which the worker processes of engines, children of multiprocessing, pass over.
+        # atexit would not work: children of multiprocessing, such as engine workers, end without running its handlers.
         _at_end.append(Finalize(None, _tell, exitpriority=0))
         _take_signal(log)
     _groups[group_name], _logs[group_name] = communicator, log
@@ -61,7 +65,7 @@ def follow(group_name: str, communicator: Communicator, rank: int, log: logging.
 
 
 def leave(group_name: str, communicator: Communicator, log: logging.Logger) -> None:
-    """Logs what the group has done, before it is closed: at level info where options ask for it, else debug."""
+    """Log the group's statistics before its communicator is closed: at level info with option ``stats``, else debug."""
     level = logging.INFO if options_of(communicator).stats else logging.DEBUG
     if log.isEnabledFor(level):
         log.log(level, "%s", describe(group_name, communicator.stats()))
@@ -74,7 +78,7 @@ def _stats_of_groups() -> dict[str, Stats]:
 
 
 def _take_signal(log: logging.Logger) -> None:
-    """If nobody else has the signal: an engine's own handler stays."""
+    """Install the SIGUSR2 handler, unless the engine has one already. Only the main thread can install handlers."""
     if threading.current_thread() is not threading.main_thread():
         log.info("llm_comm: SIGUSR2 shows no statistics, as the engine sets up llm_comm outside the main thread")
         return
@@ -85,6 +89,6 @@ def _take_signal(log: logging.Logger) -> None:
 
 
 def _tell(number: int = 0, frame: FrameType | None = None) -> None:
-    """The lines of all groups. Engines often end without closing theirs."""
+    """Log the statistics of all groups: signal handler and exit handler. Engines often end without closing groups."""
     for name, stats in _stats_of_groups().items():
         _logs[name].info("%s", describe(name, stats))

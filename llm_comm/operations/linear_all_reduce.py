@@ -1,8 +1,10 @@
-"""A linear layer whose partial results are summed over all ranks, plain or with residual add and RMSNorm: two launches,
-of which the second begins early. ``Communicator.linear_all_reduce`` and its kin say more.
+"""Linear layer followed by an all-reduce, plain or with residual add and RMSNorm.
 
-The layer goes first on the stream, but is enqueued last of all that can be declined: what does not fit is an error
-before anything is.
+A call makes two launches: the linear kernel, and the collective kernel, which starts early (PDL).
+``Communicator.linear_all_reduce`` and ``linear_all_reduce_add_rms_norm`` are the public methods.
+
+The linear kernel is enqueued by a callback of the collective operation, after that operation has checked all its
+operands. So a call that does not fit raises an error before anything is enqueued.
 """
 
 from __future__ import annotations
@@ -25,16 +27,17 @@ _Tensor = torch.Tensor
 
 PLAIN = "linear_all_reduce"
 WITH_NORM = "linear_all_reduce_add_rms_norm"
-#: Of the layer. What the norm reads is declared there.
+#: Operands of the layer, for checks of overlaps. ``AllReduceAddRmsNorm`` checks those of the norm.
 _OPERANDS = operands_of(WITH_NORM, ("out", "residual_out", "scale"))
 
 
 class LinearAllReduce:
-    """Those of one communicator, of whose operations it is made.
+    """Operation ``linear_all_reduce`` of one communicator.
 
     Args:
-        handle: Of the core that launches them.
-        layers, sums: Of the same communicator.
+        handle: Handle of the core that launches the kernels.
+        layers: Linear layers of the communicator.
+        sums: All-reduce of the communicator.
     """
 
     def __init__(self, handle: CoreHandle, layers: Linear, sums: AllReduce) -> None:
@@ -52,10 +55,10 @@ class LinearAllReduce:
         weight_scale: _Tensor | None = None,
         out_dtype: torch.dtype | None = None,
     ) -> Any:
-        """``Communicator.linear_all_reduce`` of tensors that have memory of their own, now.
+        """Run ``Communicator.linear_all_reduce`` on plain tensors, outside of tracing.
 
         Raises:
-            UnsupportedInputError: Something does not fit.
+            UnsupportedInputError: An operand does not fit.
             CommunicatorError: This or an earlier call has failed.
         """
         scaling = Scaling.of(x_scale, weight_scale, out_dtype, out)
@@ -78,7 +81,7 @@ class LinearAllReduce:
         return total
 
     def accepts(self, x: _Tensor, weight: _Tensor, scaling: Scaling | None = None, bias: _Tensor | None = None) -> bool:
-        """Whether ``run`` serves such operands."""
+        """Return whether ``run`` serves such operands."""
         if not self._layers.accepts(x, weight, scaling, bias):
             return False
         elements, dtype = _elements(x, weight), result_type(x, scaling)
@@ -90,11 +93,12 @@ class LinearAllReduce:
 
 
 class LinearAllReduceAddRmsNorm:
-    """The same with residual add and RMSNorm.
+    """Operation ``linear_all_reduce_add_rms_norm`` of one communicator.
 
     Args:
-        handle, layers: As of ``LinearAllReduce``.
-        norms: Of the same communicator.
+        handle: Handle of the core that launches the kernels.
+        layers: Linear layers of the communicator.
+        norms: All-reduce with residual add and RMSNorm of the communicator.
     """
 
     def __init__(self, handle: CoreHandle, layers: Linear, norms: AllReduceAddRmsNorm) -> None:
@@ -118,10 +122,10 @@ class LinearAllReduceAddRmsNorm:
         x_scale: _Tensor | None = None,
         weight_scale: _Tensor | None = None,
     ) -> tuple[_Tensor, ...]:
-        """``Communicator.linear_all_reduce_add_rms_norm`` of tensors that have memory of their own, now.
+        """Run ``Communicator.linear_all_reduce_add_rms_norm`` on plain tensors, outside of tracing.
 
         Raises:
-            UnsupportedInputError: Something does not fit.
+            UnsupportedInputError: An operand does not fit.
             CommunicatorError: This or an earlier call has failed.
         """
         scaling = scaling_before_norm(x_scale, weight_scale, norm_weight)
@@ -159,7 +163,7 @@ class LinearAllReduceAddRmsNorm:
         x_scale: _Tensor | None = None,
         weight_scale: _Tensor | None = None,
     ) -> bool:
-        """Whether ``run`` serves such operands."""
+        """Return whether ``run`` serves such operands."""
         scaling = scaling_before_norm(x_scale, weight_scale, norm_weight)
         dtype = result_type(x, scaling)
         outputs = weight.shape[0] if weight.dim() > 0 else 0
@@ -178,20 +182,21 @@ class LinearAllReduceAddRmsNorm:
         return False
 
     def _accepts_operand(self, tensor: _Tensor, traced: bool) -> bool:
-        """Of any shape and type."""
-        if traced:  # by torch.compile, which cannot trace texts with sizes
+        """Return whether an operand is a dense constant on the right device. Shape and dtype are not checked."""
+        if traced:  # torch.compile cannot trace the texts with sizes that ``why_not_operand`` makes
             is_constant = not (torch.is_grad_enabled() and tensor.requires_grad)
             return is_constant and arrays.is_dense_on(tensor, self._handle.device)
         return not why_not_operand(tensor, self._handle.device)
 
 
 def scaling_before_norm(x_scale: Any, weight_scale: Any, norm_weight: Any) -> Scaling | None:
-    """The scaling of a layer whose result a norm takes, which has the dtype of the norm's weight."""
+    """Return the scaling of an FP8 layer before a norm, or None without scales. The layer's result has the dtype of the
+    norm's weight."""
     if x_scale is None and weight_scale is None:
         return None
     return Scaling.of(x_scale, weight_scale, None, norm_weight)
 
 
 def _elements(x: _Tensor, weight: _Tensor) -> int:
-    """Of the layer's result."""
+    """Return the number of elements of the layer's result."""
     return x.numel() // weight.shape[1] * weight.shape[0]

@@ -1,16 +1,16 @@
-"""The operations as torch custom operators, so that models which call them compile with ``fullgraph=True``, and torch's
-dispatcher finds what to do with tensors that stand for others.
+"""The operations as torch custom operators.
 
-An operator names its communicator by a string, since a compiled graph holds no Python objects.
+Models that call them compile with ``fullgraph=True``, and torch's dispatcher handles tensors that are no plain ones,
+such as fake tensors. An operator names its communicator by a string, since a compiled graph holds no Python objects.
 
-Calls in a compiled graph stay in the order of the program, on every rank. Ranks compile for themselves, and nothing but
-the flow of data keeps two nodes of a graph in order: passes and schedulers may turn round calls that do not depend on
-each other, and what they choose can rest on what a rank has measured. So each call that does not depend on the call
-before is given a result of that one as a last operand, ``after``, which nobody reads. It happens when torch.compile
-traces, before any pass of it. Calls that depend on each other anyway, as in most models, stay as they are.
+Collective calls in a compiled graph must run in the same order on all ranks. Each rank compiles for itself, and only
+data dependencies keep two nodes of a graph in order. Passes and schedulers may reorder independent calls, and their
+choice can depend on timings of one rank. So a call that is independent of the previous collective call gets a result of
+that call as its last operand. No kernel reads this operand, ``after``. It is added while torch.compile traces, before
+any of its passes. In most models calls depend on each other, and stay as they are.
 
-torch has effect tokens for this (``torch.library._register_effectful_op``). With them torch 2.13 compiles neither
-``torch.cond`` nor ``torch.while_loop`` around a call, and keeps no compiled graph on disk.
+torch's effect tokens (``torch.library._register_effectful_op``) have the same purpose, but are not used. With them
+torch 2.13 cannot compile ``torch.cond`` or ``torch.while_loop`` around a call, and keeps no compiled graph on disk.
 """
 
 from __future__ import annotations
@@ -36,16 +36,16 @@ from llm_comm.operations.parts import AllGather, PartsOperation, ReduceScatter, 
 
 _Node = torch.fx.Node
 
-#: The operand, last in the schema of an operator whose calls are kept in order.
+#: Operand that orders calls. It is last in the schema of each operator whose calls are kept in order.
 OPERAND = "Tensor? after=None"
 
 _in_order: set[torch._ops.OpOverload] = set()
 _library = torch.library.Library("llm_comm", "DEF")
-# Rank and world stand in the graph: the shapes of results rest on them, and ranks, or other worlds, may share compiled
-# graphs on disk.
+# Schema of all-gather and reduce-scatter. Shapes of results depend on rank and world size, and graphs on disk may be
+# shared between ranks and world sizes. So both are operands, which the operator checks.
 _PARTS = "Tensor x, int dim, SymInt[]? sizes, int rank, int world_size, str communicator"
 
-#: What follows an operation's name in that of its operator, by ``quantize``.
+#: Suffix of the operator's name after the operation's name, by ``quantize``.
 OF_QUANTIZATION: dict[str | None, str] = {
     None: "",
     "static": "_static_fp8",
@@ -62,10 +62,11 @@ _After = torch.Tensor | None
 
 
 def keep_in_order(called: torch._ops.OpOverload) -> None:
-    """Calls of an operator, which has ``OPERAND``, keep their place among all such calls of a graph."""
+    """Keep the calls of an operator in program order among all such calls of a graph. The schema must end in
+    ``OPERAND``."""
 
     def trace(mode: ProxyTorchDispatchMode, *arguments: Any, **options: Any) -> Any:
-        with mode:  # which is off in a rule
+        with mode:  # torch switches the mode off inside a rule such as this one
             result = called._op_dk(torch._C.DispatchKey.Python, *arguments, **options)
         _order_last_call(mode.tracer.graph)
         return result
@@ -75,9 +76,9 @@ def keep_in_order(called: torch._ops.OpOverload) -> None:
 
 
 def _order_last_call(graph: torch.fx.Graph) -> None:
-    """Makes the last call of the graph depend on the one before it, if there is one and it does not."""
+    """Make the last ordered call of the graph depend on the previous one, unless it already does."""
     call: _Node | None = None
-    later: list[_Node] = []  # than the call before, last to first
+    later: list[_Node] = []  # nodes from the last ordered call back to the previous one
     for node in reversed(graph.nodes):
         if node.target in _in_order:
             if call is not None:
@@ -89,6 +90,13 @@ def _order_last_call(graph: torch.fx.Graph) -> None:
 
 
 def _order(before: _Node, call: _Node, later: list[_Node]) -> None:
+    """Give ``call`` a result of ``before`` as its last operand, unless ``call`` already depends on ``before``.
+
+    Args:
+        before: Previous ordered call.
+        call: Last ordered call.
+        later: All nodes after ``before``, from last to first.
+    """
     dependent = {before}
     for node in reversed(later):
         if not dependent.isdisjoint(node.all_input_nodes):
@@ -98,13 +106,16 @@ def _order(before: _Node, call: _Node, later: list[_Node]) -> None:
     others = len(cast(torch._ops.OpOverload, call.target)._schema.arguments) - 1
     result = _result_of(before)
     call.args = (*call.args[:others], result)
-    if "eager_input_vals" in call.meta:  # by which inductor keeps the strides of operands
+    if "eager_input_vals" in call.meta:  # inductor reads it to keep the strides of operands
         arguments, options = call.meta["eager_input_vals"]
         call.meta["eager_input_vals"] = ((*arguments[:others], result.meta["val"]), options)
 
 
 def _result_of(call: _Node) -> _Node:
-    """A result of a call, the last one where there are several: the smallest, or one that lives long anyway."""
+    """Return the result of a call, or the last one of several: it is the smallest, or has a long life anyway.
+
+    The choice matters because the dependency keeps the tensor alive until the next call.
+    """
     if isinstance(call.meta["val"], torch.Tensor):
         return call
     results = [user for user in call.users if user.target is operator.getitem]
@@ -113,7 +124,7 @@ def _result_of(call: _Node) -> _Node:
 
 @dataclass(frozen=True, eq=False)
 class Operations:
-    """Those of one communicator."""
+    """Operations of one communicator, one attribute for each operator."""
 
     all_reduce: AllReduce
     all_reduce_add_rms_norm: AllReduceAddRmsNorm
@@ -132,18 +143,21 @@ _numbers = itertools.count()
 
 
 def register(operations: Operations) -> str:
-    """A name for a communicator by which operators find its operations as long as they live: the same on all ranks
-    that make their communicators in the same order."""
+    """Register the operations of a communicator, and return the name by which operators find them.
+
+    Only a weak reference is kept. Ranks that make their communicators in the same order get equal names, so they can
+    share compiled graphs.
+    """
     name = f"llm_comm.{next(_numbers)}"
     _operations[name] = operations
     return name
 
 
 def find(communicator: str) -> Operations:
-    """The operations of the communicator that was registered by a name.
+    """Return the operations of the communicator with this name.
 
     Raises:
-        RuntimeError: It is not in this process, or not any more.
+        RuntimeError: No such communicator was made in this process, or it no longer exists.
     """
     found = _operations.get(communicator)
     if found is None:
@@ -151,14 +165,14 @@ def find(communicator: str) -> Operations:
     return found
 
 
-# ---- Calls that go by the dispatcher --------------------------------------------------------------------------------
+# ---- Calls through torch's dispatcher -------------------------------------------------------------------------------
 
 
 def all_reduce(x: _Tensor, out: Any, communicator: str) -> Any:
-    """``Communicator.all_reduce`` of a tensor that is no ordinary one, or not one yet.
+    """Run ``Communicator.all_reduce`` through torch's dispatcher, for tensors that are no plain ones, or are traced.
 
-    torch's dispatcher knows what to make of it: a graph while compiling, a fake result for a fake tensor, a wait for
-    one that is still on its way (AsyncCollectiveTensor), an error for a part of a DTensor.
+    The dispatcher adds a node while compiling, and makes a fake result for a fake tensor. It waits for an
+    AsyncCollectiveTensor, and raises an error for a DTensor.
     """
     check_outputs("all_reduce", out=out)
     result = torch.ops.llm_comm.all_reduce(x, communicator)
@@ -176,12 +190,14 @@ def add_rms_norm(
     scale: Any,
     communicator: str,
 ) -> _Results:
-    """The same for a method whose operation has an operator for each quantization.
+    """Run an operation that ends in a norm through torch's dispatcher. It has an operator for each quantization.
 
     Args:
-        operation: Name of the method.
-        operands: By name, in the order in which the operators take them. Only ``"residual"`` and scales of a layer may
-            be None.
+        operation: Name of the communicator's method.
+        operands: Operands by name, in the order of the operator's schema. Optional ones, such as ``"residual"``, may be
+            None.
+        eps, weight_bias, out, residual_out, quantize, scale: Arguments of the method.
+        communicator: Name from ``register``.
     """
     check_tensors(
         operation, {**operands, "scale": scale}, optional=("residual", "scale", "bias", "x_scale", "weight_scale")
@@ -200,19 +216,19 @@ def add_rms_norm(
 
 
 def check_tensors(operation: str, operands: Mapping[str, Any], optional: Container[str] = ()) -> None:
-    """Raises UnsupportedInputError if one of the operands is no tensor, nor None where it is optional."""
+    """Raise UnsupportedInputError if an operand is no tensor. Operands named in ``optional`` may be None."""
     for name, operand in operands.items():
         if not isinstance(operand, _Tensor) and (operand is not None or name not in optional):
             raise UnsupportedInputError(f"{operation}: {name} is a {type(operand).__name__}, not a tensor")
 
 
 def on_parts(operation: PartsOperation, x: _Tensor, dim: int, sizes: Sizes | None, out: Any, communicator: str) -> Any:
-    """The same for ``Communicator.all_gather`` and ``reduce_scatter``."""
+    """Run ``Communicator.all_gather`` or ``reduce_scatter`` through torch's dispatcher."""
     name = operation.name
     check_outputs(name, out=out)
     operation.check_numbers(x, dim, sizes)
     if sizes is not None and not torch.compiler.is_compiling() and torch._C._is_tracing():
-        # An assertion of torch's tracer would fail.
+        # Raise a clear error: otherwise an assertion in torch's tracer would fail.
         raise UnsupportedInputError(f"{name}: torch.jit.trace cannot record sizes: use torch.compile or make_fx")
     operator = getattr(torch.ops.llm_comm, name)
     result: _Tensor = operator(x, dim, sizes, operation.rank, operation.world_size, communicator)
@@ -220,7 +236,7 @@ def on_parts(operation: PartsOperation, x: _Tensor, dim: int, sizes: Sizes | Non
 
 
 def check_outputs(operation: str, **outputs: Any) -> None:
-    """Raise UnsupportedInputError, before anything is sent, unless what is given can be written."""
+    """Raise UnsupportedInputError unless all given output tensors can be written. Called before anything is sent."""
     check_tensors(operation, outputs, optional=outputs)
     check_constant(operation, **outputs)
     for name, tensor in outputs.items():
@@ -230,14 +246,18 @@ def check_outputs(operation: str, **outputs: Any) -> None:
 
 
 def put(made: _Tensor, name: str, out: _Tensor) -> _Tensor:
-    """Puts what an operator has made where the caller wants it; ``copy_`` alone would convert and repeat it."""
+    """Copy the result of an operator into the caller's tensor. Unlike ``copy_`` alone, never convert or broadcast.
+
+    Raises:
+        UnsupportedInputError: The tensors differ in number of elements, dtype or device.
+    """
     if out.numel() != made.numel() or out.dtype != made.dtype or out.device != made.device:
         raise UnsupportedInputError(
             f"{name} ({tuple(out.shape)}, {out.dtype}, {out.device}) must be like what goes there "
             f"({tuple(made.shape)}, {made.dtype}, {made.device})"
         )
-    out.copy_(made.view(out.shape))  # which may return another object, of the class of what was made
-    return out
+    out.copy_(made.view(out.shape))
+    return out  # copy_ may return another object, of the class of ``made``
 
 
 # ---- The operators --------------------------------------------------------------------------------------------------
@@ -253,10 +273,13 @@ def _all_reduce_fake(x: _Tensor, communicator: str, after: _After = None) -> _Te
 
 
 def define(schema: str, function: Callable[..., Any], fake: Callable[..., Any], *, in_order: bool = True) -> None:
-    """Define an operator: what it does, what fake tensors it returns, and the refusal of operands with a derivative.
+    """Define an operator. Its calls raise an error for operands that require a gradient.
 
     Args:
-        in_order: Its calls keep their places in graphs: other ranks take part in them. The schema ends in ``OPERAND``.
+        schema: Schema as torch writes it, from the operator's name on.
+        function: Implementation on CPU and CUDA.
+        fake: Implementation for fake tensors.
+        in_order: Whether calls keep their order in graphs, as collectives must. Then the schema ends in ``OPERAND``.
     """
     _library.define(schema)
     name = schema.partition("(")[0]
@@ -264,7 +287,9 @@ def define(schema: str, function: Callable[..., Any], fake: Callable[..., Any], 
     names = [argument.name for argument in operator._schema.arguments if argument.name != "after"]
 
     def check_and_redispatch(keys: torch._C.DispatchKeySet, *arguments: Any, **options: Any) -> Any:
-        # Only autograd's key sees requires_grad and tangents as the caller does: transforms of torch.func too.
+        """Kernel of autograd's key: refuse operands that require a gradient, then call the implementation."""
+        # Check here: only under autograd's key do operands show requires_grad and tangents as the caller sees them,
+        # also within transforms of torch.func.
         check_constant(name, **dict(zip(names, arguments, strict=False)))
         with torch._C._AutoDispatchBelowAutograd():
             return operator.redispatch(keys & torch._C._after_autograd_keyset, *arguments, **options)
@@ -278,20 +303,22 @@ def define(schema: str, function: Callable[..., Any], fake: Callable[..., Any], 
 
 
 def define_norms(operation: str, operands: str, total_of: Callable[[Mapping[str, Any]], torch.Tensor]) -> None:
-    """Define the operators of an operation that ends in a norm, one for each quantization. Only ``static`` has a scale
-    for an operand. ``group`` stands for all with groups, of which the operator is told.
+    """Define the operators of an operation that ends in a norm, one for each quantization.
+
+    Only the operator of ``static`` has operand ``scale``. One operator serves all quantizations by groups, and has
+    operand ``quantize``.
 
     Args:
-        operation: Name of the method, and of the attribute of ``Operations``.
-        operands: Their schema, before epsilon. ``run`` of the operation takes the same names.
-        total_of: Return a tensor like the sum, for fake tensors.
+        operation: Name of the communicator's method, and of the attribute of ``Operations``.
+        operands: Schema of the operands before epsilon. ``run`` of the operation has parameters of the same names.
+        total_of: Function that returns a tensor like the sum, given fake operands by name.
     """
     schema = f"{operands}, float eps, float weight_bias, str communicator"
     names = [argument.split()[-1] for argument in schema.split(",")]
 
     def define_norm(quantize: str | None, own_operand: str, results: str) -> None:
         def bound(arguments: tuple[Any, ...]) -> tuple[dict[str, Any], str | None]:
-            """Operands by name, and the quantization. ``after`` comes last, where it is given."""
+            """Return the operands by name, and the quantization. Operand ``after`` is dropped."""
             own = arguments[len(names) :]
             given = dict(zip(names, arguments, strict=False))
             if quantize == "static":
@@ -323,7 +350,7 @@ def define_norms(operation: str, operands: str, total_of: Callable[[Mapping[str,
 
 
 def _all_reduce_of_batch(_info: Any, in_dims: Any, x: _Tensor, communicator: str, after: _After = None) -> Any:
-    """For torch.vmap: sums go element by element, so one sum does for the batch."""
+    """Rule for torch.vmap: an all-reduce works element by element, so one call serves the whole batch."""
     return torch.ops.llm_comm.all_reduce(x.contiguous(), communicator), in_dims[0]
 
 
@@ -332,14 +359,16 @@ torch.library.register_vmap("llm_comm::all_reduce", _all_reduce_of_batch, lib=_l
 
 
 def _define_parts(name: str, length: Callable[[int, Sizes | None, int, int], int]) -> None:
-    """Define the operator of an operation on parts.
+    """Define the operator of all-gather or reduce-scatter.
 
     Args:
-        length: Of the result along the dimension, for that of x, the sizes, the rank and the number of ranks.
+        name: Name of the operation.
+        length: Function that returns the result's size along the dimension, given the size of x, the sizes of shards,
+            the rank and the number of ranks.
     """
 
     def run(x: _Tensor, dim: int, sizes: Sizes | None, rank: int, world_size: int, *others: Any) -> _Tensor:
-        operation: PartsOperation = getattr(find(others[0]), name)  # the communicator; what the call comes after
+        operation: PartsOperation = getattr(find(others[0]), name)  # others: communicator's name, ``after``
         if (rank, world_size) != (operation.rank, operation.world_size):
             raise UnsupportedInputError(
                 f"{name}: the call is that of rank {rank} of {world_size}; this is rank {operation.rank} of "
@@ -354,7 +383,7 @@ def _define_parts(name: str, length: Callable[[int, Sizes | None, int, int], int
         return x.new_empty(shape)
 
     def of_batch(_info: Any, in_dims: Any, x: _Tensor, dim: int, *others: Any, after: _After = None) -> Any:
-        """For torch.vmap: the batch is a further dimension of the parts."""
+        """Rule for torch.vmap: the batch is one more dimension of the shards, so one call serves the whole batch."""
         batch = in_dims[0] % x.dim()
         logical = dim % (x.dim() - 1)
         physical = logical + (logical >= batch)

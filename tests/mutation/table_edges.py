@@ -417,9 +417,7 @@ EDGES: tuple[Mutant, ...] = (
         CLOSED,
     ),
     # ---- Engines ----
-    python(
-        "a wrong value switches llm_comm off", JOINING, "return False  # told when", "return True  # told when", JOIN
-    ),
+    python("a wrong value switches llm_comm off", JOINING, "return False", "return True", JOIN),
     python("the least important objection is told", JOINING, "kind = min(kind for", "kind = max(kind for", JOIN),
     python("an objection may have any length", JOINING, "[:_MAX_WORD]", "", JOIN),
     python("a process ends for what it has closed", MEMBERS, "if self._is_closed:\n            return", "pass", JOIN),
@@ -427,7 +425,7 @@ EDGES: tuple[Mutant, ...] = (
     python(
         "ranks decide by the layout of their parts",
         PARTS,
-        "One row is always contiguous.\n        x = x.contiguous()",
+        "x = x.contiguous()",
         "",
         OF_PARTS,
     ),

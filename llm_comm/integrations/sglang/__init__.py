@@ -1,4 +1,4 @@
-"""llm_comm in SGLang; the entry point names ``register`` here."""
+"""Integration of llm_comm into SGLang. The plugin's entry point is ``register``."""
 
 from llm_comm.integrations.sglang.plugin import register
 

@@ -1,6 +1,7 @@
-"""What SGLang's groups get as their custom all-reduce: llm_comm, in front of SGLang's own.
+"""Set-up of llm_comm in SGLang's groups, and the object that replaces a group's custom all-reduce.
 
-Names of SGLang that llm_comm relies on stand in ``seams.py``. This module imports those of the all-reduce alone.
+``seams.py`` lists the symbols of SGLang that llm_comm relies on. This module imports only those that the all-reduce
+needs, so that the all-reduce works in releases where other features are off.
 """
 
 from __future__ import annotations
@@ -55,29 +56,32 @@ from llm_comm.runtime.rendezvous import Rendezvous
 
 logger = logging.getLogger("sglang.llm_comm")
 
-#: Groups in whose name the models sum activations; SGLang makes a group of its own only where it differs from "tp".
+#: Kinds of groups whose all-reduces llm_comm serves. SGLang makes the others besides "tp" only if their ranks differ
+#: from those of "tp".
 GROUPS = ("tp", "pdmux_prefill_tp", "attention_tp", "moe_tp", "moe_ep", "dcp")
-#: Those that gather and scatter alone. That of pipeline parallelism does neither.
+#: Kinds of groups that use all-gather and reduce-scatter only. The group of pipeline parallelism uses no collective
+#: that llm_comm serves.
 GATHERING = ("attn_cp", "moe_dp", "shared_experts_tp")
-# The module of what a scheduler asks to release and to resume memory.
+# Module of the scheduler's methods that release and resume memory.
 _UPDATER = "sglang.srt.managers.scheduler_components.weight_updater"
-# Sums for prefills while another stream decodes. Made right after "tp", before any model.
+# Group of prefills with --enable-pdmux, where another stream decodes at the same time. SGLang makes it right after
+# "tp" and before any model.
 _PDMUX = "pdmux_prefill_tp"
-# Arguments of the constructor by which ranks come and go while the others serve.
+# Arguments of GroupCoordinator's constructor for elastic groups, whose ranks come and go while others serve.
 _ELASTIC = ("recovered_rank", "rank_offset", "max_world_size")
 
 
 def step_in(group: Any, arguments: Mapping[str, Any]) -> None:
-    """Puts llm_comm in front of what ``group`` has for its collectives, on all of its ranks or on none. Collective.
+    """Set llm_comm up for a new group, on all ranks of the group or on none, and log the start line. Collective.
 
     Args:
-        group: A GroupCoordinator that has just been made.
-        arguments: What it was made with.
+        group: GroupCoordinator that has just been made.
+        arguments: Keyword arguments of its constructor.
 
     Raises:
-        AbsentRanksError: A rank did not come. Raised on those that did.
+        AbsentRanksError: A rank did not vote or was lost. Raised on the ranks that are left.
         ConfigError: A rank has a wrong option. Raised on all ranks.
-        RendezvousError: A rank is gone.
+        RendezvousError: A rank is lost.
     """
     kind = group.unique_name.split(":")[0]
     sums = kind in GROUPS
@@ -85,12 +89,13 @@ def step_in(group: Any, arguments: Mapping[str, Any]) -> None:
         return
     if kind == _PDMUX:
         _leave_norms_to_sglang()
-        flashinfer_calls.leave_group(group.cpu_group)  # of the tensor-parallel group: the ranks are the same
+        # FlashInfer's calls are identified by their ranks. "tp" has the same ranks, so calls of both would be mixed up.
+        flashinfer_calls.leave_group(group.cpu_group)
     why_not, is_elsewhere, unknown = None, None, None
     try:
         why_not = _why_not(group, arguments)
         is_elsewhere = _flashinfer_sums()
-    except Exception as error:  # the other ranks must hear of it
+    except Exception as error:  # any error must reach the other ranks, which would wait for this one
         unknown = joining.NotJoinedError(f"it cannot be set up in {TABLE.release} ({type(error).__name__}: {error})")
     if why_not is not None:
         _log_once(why_not)
@@ -136,11 +141,11 @@ def _say_what_is_off() -> None:
 
 
 def _sum(group: Any, member: members.Member) -> None:
-    """Puts llm_comm in front of the custom all-reduce of ``group``."""
+    """Replace the custom all-reduce of ``group`` by an object that tries llm_comm first. Collective."""
     theirs = group.ca_comm
     usable = theirs is not None and not theirs.disabled
-    # SGLang's constructor fails and disables itself on each rank alone. Ranks that took different ways for what
-    # llm_comm declines would wait for each other.
+    # SGLang's custom all-reduce can be disabled on single ranks. For calls that llm_comm declines, such ranks would use
+    # another collective than the others, and all would wait forever. So it is used on all ranks or on none.
     rendezvous = Rendezvous(group.cpu_group, joining.ENGINE_TIMEOUT_S)
     everywhere = rendezvous.gather("SGLang's own all-reduce", usable)
     if usable and not all(everywhere):
@@ -151,7 +156,8 @@ def _sum(group: Any, member: members.Member) -> None:
 
 
 def _gather_and_scatter(group: Any, member: members.Member) -> str:
-    """Puts llm_comm in front of what ``group`` gathers and scatters by. Returns what to log if it cannot be."""
+    """Serve the all-gathers and reduce-scatters of ``group``, on all ranks or on none. Return text for the start line
+    if they are not served. Collective."""
     config = options_of(member.communicator)
     if not (config.all_gather or config.reduce_scatter):
         return ""
@@ -165,11 +171,13 @@ def _gather_and_scatter(group: Any, member: members.Member) -> str:
 
 
 def _set_up_release(group: Any, communicator: Communicator) -> str:
-    """Has workspaces released while SGLang releases memory, on all ranks or on none. Returns what to log."""
+    """With option ``sleep``: prepare the release of workspaces, on all ranks or on none. Return text for the start
+    line. Collective."""
     if not options_of(communicator).sleep:
         return ""
-    # Each scheduler gets both requests, whatever their tags, while it is idle; other processes get none. Workspaces go
-    # with the first release and come with the first resume: whatever is resumed may be computed with.
+    # Only schedulers get release and resume requests, and only while idle. Workspaces are released with the first
+    # release request and restored with the first resume request, with any tags: whatever SGLang resumes, it may run a
+    # model next.
     of_this_rank = TABLE.attempt(seams.MEMORY) if _UPDATER in sys.modules else None
     why_not = joining.objection_of_any(group.cpu_group, of_this_rank, seams.MEMORY)
     if why_not is None:
@@ -179,11 +187,13 @@ def _set_up_release(group: Any, communicator: Communicator) -> str:
 
 
 def load_config() -> EngineOptions:
-    """The options: defaults < LLM_COMM_CONFIG < LLM_COMM_*.
+    """Return the options of this rank, with the defaults and changes that SGLang needs.
+
+    Precedence: defaults < LLM_COMM_CONFIG < LLM_COMM_*.
 
     Raises:
-        ConfigError: A value that is not allowed, or a file that cannot be read.
-        SwitchedOffError: SGLang is in deterministic mode, and llm_comm was not asked to be.
+        ConfigError: A value is not allowed, or the file cannot be read.
+        SwitchedOffError: SGLang is in deterministic mode, and option ``deterministic`` is off.
     """
     config = engine_config.load(logger)
     if "timeout_s" not in config.origins:
@@ -195,13 +205,17 @@ def load_config() -> EngineOptions:
 
 
 def _why_not(group: Any, arguments: Mapping[str, Any]) -> str | None:
-    """Why llm_comm is ruled out on all ranks, if it is. What may differ between ranks is voted on later."""
+    """Return the reason why llm_comm is not set up, or None.
+
+    Every rank must find the same reason, since a rank that finds one does not come to the vote. Conditions that can
+    differ between ranks are voted on in ``join``.
+    """
     if joining.switched_off():
         return "LLM_COMM_ENABLE is off"
     if not is_cuda():
         return "the platform is not CUDA"
     if _option(get_disagg, "encoder_only"):
-        # Its main process is rank 0 and has loaded plugins; the other ranks, processes that it starts, load none.
+        # Rank 0 is the main process, which has loaded plugins. The processes of the other ranks load none.
         return "--encoder-only loads plugins in the process of rank 0 alone"
     if (
         _server_option("moe", "elastic_ep_backend") is not None
@@ -215,7 +229,8 @@ def _why_not(group: Any, arguments: Mapping[str, Any]) -> str | None:
 
 
 def _set_up_fusion(group: Any, communicator: Communicator, model: Model | None) -> str:
-    """Puts norms and the all-reduces before them in one kernel, on all ranks or on none. Returns what to log."""
+    """Fuse norms with the all-reduces before them, on all ranks or on none. Return text for the start line.
+    Collective."""
     why_not = members.why_not_fused(communicator) or joining.objection_of_any(
         group.cpu_group, _attempt_norms(group, options_of(communicator))
     )
@@ -230,13 +245,16 @@ def _set_up_fusion(group: Any, communicator: Communicator, model: Model | None) 
 
 
 def _set_up_linears(group: Any, communicator: Communicator, model: Model | None) -> str:
-    """Puts llm_comm in the place of linear layers before fused norms, on all ranks or on none. Returns what to log."""
+    """Compute linear layers of small batches by llm_comm, on all ranks or on none. Return text for the start line.
+
+    Collective. Layers that no table has are measured here. Norms must be fused.
+    """
     found = ""
     why_not = why_not_any(communicator)  # the same on all ranks
     if why_not is None:
         why_not = joining.objection_of_any(group.cpu_group, _attempt_linears(), "linear layers")
     if why_not is None:
-        # By each rank alone, like FP8: no other takes part in a layer.
+        # No vote, unlike above: each rank computes its layers without the others.
         activates = TABLE.attempt(seams.SILU_AND_MUL) is None
         layers = () if model is None else layers_of(model, group.world_size, activates and model.is_activated_in_sglang)
         found = layer_tuning.tune(communicator, group.cpu_group, layers, logger)
@@ -249,12 +267,13 @@ def _set_up_linears(group: Any, communicator: Communicator, model: Model | None)
 
 
 def _model() -> Model | None:
-    """The model by its config.json; None: there is no server, no such file, or the model is not known here."""
+    """Return the model as its config.json describes it; None if there is no server or no file, or if llm_comm does not
+    know the architecture."""
     try:
         from sglang.srt.runtime_context import get_server_args
 
         server = get_server_args()
-        if server.enable_dp_attention:  # its layers are split over other groups
+        if server.enable_dp_attention:  # layers are split over other groups than "tp"
             return None
         content = json.loads(find(server.model_path).read_text(encoding="utf-8"))
         return of_config(content, quantization=server.quantization)
@@ -263,7 +282,8 @@ def _model() -> Model | None:
 
 
 def _set_up_invariant_linears(group: Any, communicator: Communicator) -> str:
-    """The same of layers whose bits must not depend on their batch."""
+    """With ``batch_invariant_linear``: compute linear layers of all batch sizes by llm_comm, on all ranks or on none.
+    Return text for the start line. Collective."""
     if options_of(communicator).batch_invariant_linear == "engine":
         return ""
     why_not = joining.objection_of_any(group.cpu_group, TABLE.attempt(seams.INVARIANT_LINEAR), "linear layers")
@@ -276,10 +296,13 @@ def _set_up_invariant_linears(group: Any, communicator: Communicator) -> str:
 
 
 def _attempt_linears() -> str | None:
-    """Makes SGLang ready for it on this rank; nothing changes yet. Returns why it cannot be, if so."""
+    """Hook SGLang's linear layers on this rank, and return the reason why they cannot be hooked, or None.
+
+    The hooks have no effect until ``linear.activate``.
+    """
     why_not = TABLE.attempt(seams.LINEAR, _look_up_linears)
     if why_not is None:
-        TABLE.attempt(seams.FP8)  # by each rank alone: no other takes part in a layer
+        TABLE.attempt(seams.FP8)  # the result is not voted on: each rank computes its layers without the others
     return why_not
 
 
@@ -290,7 +313,10 @@ def _look_up_linears() -> None:
 
 
 def _attempt_norms(group: Any, config: EngineOptions) -> str | None:
-    """Makes SGLang ready for it on this rank; nothing changes yet. Returns why it cannot be, if so."""
+    """Hook SGLang's norms on this rank, and return the reason why they cannot be fused, or None.
+
+    The hooks have no effect until ``fusion.activate``.
+    """
     if not config.fuse:
         return f"fuse is false ({config.origins.get('fuse', 'Python')})"
     if _is_deterministic() and config.batch_invariant_norm == "engine":
@@ -308,14 +334,15 @@ def _note_group(group: Any) -> None:
 
 
 def _leave_norms_to_sglang() -> None:
-    """With --enable-pdmux a prefill sums in a group of its own, which norms that sum for themselves do not know."""
+    """Switch fused norms off. With --enable-pdmux prefills use a group of their own, but fused norms know only "tp"."""
     fusion = sys.modules.get("llm_comm.integrations.sglang.fusion")
     if fusion is not None and fusion.deactivate() and dist.get_rank() == 0:
         logger.info("llm_comm: norms are not fused after all: --enable-pdmux sums prefills in a group of their own.")
 
 
 def _is_deterministic() -> bool:
-    # Set by the launcher from --enable-deterministic-inference, which also sets --disable-custom-all-reduce.
+    # SGLang's launcher sets this variable for --enable-deterministic-inference, together with
+    # --disable-custom-all-reduce.
     return bool(envs.SGLANG_ENABLE_DETERMINISTIC_INFERENCE.get())
 
 
@@ -325,27 +352,28 @@ def _server_option(section: str, name: str) -> Any:
 
 
 def _option(options: Callable[[], Any], name: str) -> Any:
-    """An option of the server; None where there is none."""
+    """Return an option of the server; None if there is no server."""
     try:
         return getattr(options(), name)
-    except ValueError:  # nothing is published: groups without a server
+    except ValueError:  # SGLang raises this in a process that makes groups without a server
         return None
 
 
 def _flashinfer_sums() -> bool | None:
-    """Whether SGLang sums by FlashInfer, past its custom all-reduce, what FlashInfer's workspace has room for; None:
-    this release does not tell."""
+    """Return whether SGLang is set to use FlashInfer's all-reduces, which bypass its custom all-reduce. They serve
+    messages that fit FlashInfer's workspace. None: this release does not have the option."""
     if TABLE.why_not(seams.THEIR_FUSION) is not None:
         return None
     return bool(_server_option("comm", "flashinfer_allreduce_fusion_backend"))
 
 
 def _serve_flashinfer(group: Any, member: members.Member, is_wanted: bool | None) -> str:
-    """Has llm_comm compute what SGLang leaves to FlashInfer, on all ranks or on none. Returns what to log.
+    """Serve SGLang's calls of FlashInfer, on all ranks or on none. Return text for the start line. Collective.
 
     Args:
-        group, member: A group that sums, and this rank's part in it.
-        is_wanted: As of ``_flashinfer_sums``, on this rank.
+        group: Group whose all-reduces llm_comm serves.
+        member: This rank's membership in the group.
+        is_wanted: Result of ``_flashinfer_sums`` on this rank.
     """
     if is_wanted is False:
         why_not: str | None = "SGLang sums nothing by FlashInfer"
@@ -375,33 +403,34 @@ def _log_once(why_not: str) -> None:
 
 
 class LlmCommAllReduce:
-    """Sums with llm_comm what it accepts, and leaves the rest to SGLang's custom all-reduce if there is one.
+    """Custom all-reduce of a group: uses llm_comm for inputs that it accepts, otherwise SGLang's custom all-reduce.
 
-    Passes for SGLang's own: it has its class and its attributes, which the fusions of some models look for.
+    The object reports the class of SGLang's own object and forwards unknown attributes to it, since the fusions of some
+    models check both.
 
     Args:
-        member: This rank's part in the group.
-        theirs: The object that SGLang made for the group, if it did.
-        uses_theirs: Whether it may be asked: the same on all ranks.
+        member: This rank's membership in the group.
+        theirs: Custom all-reduce that SGLang made for the group, or None.
+        uses_theirs: Whether ``theirs`` may be used. Must be equal on all ranks.
     """
 
     def __init__(self, member: members.Member, theirs: Any, uses_theirs: bool) -> None:
-        #: SGLang asks no further while this is set, by whomever.
+        #: SGLang's switch: while it is set, by any code, SGLang does not call this object.
         self.disabled = False
         self._member = member
         self._llm_comm: Communicator | None = member.communicator
-        # Also kept if it is not to be asked: at its end it meets the other ranks in a barrier.
+        # An unused object is kept alive too: when it ends, it waits for the other ranks in a barrier.
         self._unused = None if uses_theirs else theirs
         self._theirs = theirs if uses_theirs else None
 
     def should_custom_ar(self, inp: torch.Tensor) -> bool:
-        """Whether ``custom_all_reduce`` takes ``inp``: the same on all ranks."""
+        """Return whether ``custom_all_reduce`` accepts ``inp``. All ranks decide alike."""
         if self._llm_comm is not None and self._llm_comm.accepts(inp):
             return True
         return self._theirs is not None and bool(self._theirs.should_custom_ar(inp))
 
     def custom_all_reduce(self, input: torch.Tensor) -> torch.Tensor | None:
-        """The sum over the group, a new tensor; None if nobody takes ``input``."""
+        """Sum over the group. Return a new tensor; None if neither llm_comm nor SGLang's object accepts ``input``."""
         result = self.sum_of(input)
         if result is not None or self._theirs is None:
             return result
@@ -410,12 +439,15 @@ class LlmCommAllReduce:
     def all_reduce_add_rms_norm(
         self, x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, epsilon: float, weight_bias: float
     ) -> tuple[torch.Tensor, torch.Tensor] | None:
-        """The RMSNorm of (the sum of ``x`` over the group + ``residual``) with ``weight + weight_bias``, and what was
-        normed; None, the same on all ranks, if that is not served: nothing has been summed then.
+        """Compute all-reduce of ``x``, residual add and RMSNorm with ``weight + weight_bias`` by llm_comm.
+
+        Returns:
+            The normed rows and the new residual; None if llm_comm declines. All ranks decline alike, and a declined
+            call has communicated nothing.
 
         Raises:
-            UnsupportedInputError: It is not served, and must be: in deterministic mode a norm is llm_comm's in all
-                batches.
+            UnsupportedInputError: llm_comm declines the call in deterministic mode, where it must compute the norms of
+                all batches.
         """
         if self._llm_comm is None:
             return None
@@ -423,13 +455,13 @@ class LlmCommAllReduce:
         return results  # type: ignore[return-value]
 
     def sum_of(self, x: torch.Tensor) -> torch.Tensor | None:
-        """The sum over the group by llm_comm, a new tensor; None, the same on all ranks, if it declines ``x``."""
+        """Sum ``x`` over the group by llm_comm. Return a new tensor; None if llm_comm declines, alike on all ranks."""
         communicator = self._llm_comm
         return None if communicator is None else communicator.try_all_reduce(x)
 
     @property
     def communicator(self) -> Communicator | None:
-        """That of the group, as long as llm_comm is in it."""
+        """Communicator of the group; None after ``leave``."""
         return self._llm_comm
 
     def linear(
@@ -440,34 +472,39 @@ class LlmCommAllReduce:
         scales: Scales | None = None,
         out_dtype: torch.dtype | None = None,
     ) -> torch.Tensor | None:
-        """``x @ weight.T + bias`` of this rank by llm_comm, a new tensor; None if it declines, or is not preferred.
+        """Compute ``x @ weight.T + bias`` on this rank by llm_comm. Return a new tensor; None if llm_comm declines or
+        is not preferred for this shape.
 
         Args:
-            x, weight, bias: As of ``Communicator.linear``.
-            scales, out_dtype: Of FP8: scales of ``x`` and of the weight, and the dtype of the result.
+            x: Input, [..., inputs].
+            weight: Weight, [outputs, inputs].
+            bias: Bias, [outputs], or None.
+            scales: Scales of ``x`` and of the weight for FP8 operands; None for other dtypes.
+            out_dtype: Dtype of the result for FP8 operands.
         """
         weight = weight if scales is None else weight.detach()
         options = {**optional_operands(bias, scales), "out_dtype": out_dtype}
         return self._try_linear(Communicator.try_linear, x, weight, FIRST_LINEAR, **options)
 
     def linear_silu_and_mul(self, x: torch.Tensor, gate_up_weight: torch.Tensor) -> torch.Tensor | None:
-        """``silu(x @ gate.T) * (x @ up.T)`` of this rank by llm_comm, as ``linear``: None if it declines."""
+        """Compute ``silu(x @ gate.T) * (x @ up.T)`` on this rank by llm_comm. Return a new tensor; None if declined."""
         first = FIRST_ACTIVATED[LINEAR_SILU_AND_MUL]
         return self._try_linear(Communicator.try_linear_silu_and_mul, x, gate_up_weight, first)
 
     def linear_of_any_batch(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor | None:
-        """``linear`` of a layer that ``takes_all_batches_of`` takes; None once llm_comm has left the group."""
+        """Compute a linear layer of deterministic mode (``invariant_linear.py``); None after ``leave``."""
         return self._try_linear(linear_of_any_batch, x, weight, FIRST_INVARIANT_LINEAR)
 
     def _try_linear(self, *arguments: Any, **options: Any) -> torch.Tensor | None:
         return None if self._llm_comm is None else self._member.try_linear(*arguments, **options)
 
     def capture(self) -> contextlib.AbstractContextManager[None]:
-        """Entered around the capture of CUDA graphs. llm_comm needs none: it registers no tensors."""
+        """Return SGLang's context for the capture of CUDA graphs. llm_comm itself needs none: it registers no
+        tensors."""
         return contextlib.nullcontext() if self._theirs is None else self._theirs.capture()
 
     def leave(self) -> None:
-        """Closes llm_comm; whoever asks from now on is served by SGLang's own."""
+        """Close llm_comm's communicator. SGLang's own custom all-reduce serves all further calls."""
         if self._llm_comm is not None:
             self._llm_comm = None
             flashinfer_calls.leave(self._member.communicator)

@@ -1,4 +1,4 @@
-"""A norm of SGLang with the all-reduce before it: one kernel of llm_comm, or its parts where that declines."""
+"""SGLang's norm with the all-reduce before it: one kernel of llm_comm, or both one after the other if it declines."""
 
 from __future__ import annotations
 
@@ -18,17 +18,18 @@ _library.define(
 
 
 class State:
-    """What the hooks share.
+    """State of the process that all hooks share.
 
     Attributes:
-        group: The one that they serve.
-        is_active: Whether norms sum. Looked at by every hook, and the same on all ranks.
-        computes_linears: Whether llm_comm computes linear layers too, if norms sum (``linear.py``).
-        their_gate: SGLang's own decision, without ours.
-        at_every_size: Whether SGLang is in deterministic mode. Then the same norms sum in every batch, those of layers
-            that ``dense_models`` runs itself, and nobody else's.
-        overwrites_residuals: Whether a norm may write the residual that it is given, as norms of SGLang do. A draft
-            model's captures are not copied where SGLang takes the norm for one that leaves it alone.
+        group: SGLang's tensor-parallel group, or None.
+        is_active: Whether norms include the all-reduce before them. Every hook reads it. Equal on all ranks.
+        computes_linears: Whether llm_comm computes linear layers too (``linear.py``). Needs ``is_active``.
+        their_gate: SGLang's own function that decides about fusion, without llm_comm's hook.
+        at_every_size: Whether SGLang is in deterministic mode. Then only the layers that ``dense_models`` runs are
+            fused, and these in every batch.
+        overwrites_residuals: Whether a norm may overwrite its residual argument, as SGLang's unfused norms do. False
+            with a draft model: SGLang does not copy a captured residual if it expects a fused norm, which leaves its
+            argument unchanged.
     """
 
     group: Any = None
@@ -40,12 +41,15 @@ class State:
 
 
 def norms_of_boundaries_sum() -> bool:
-    """Whether norms sum that SGLang itself leaves a sum to. It may do so in some batches and not in others."""
+    """Return whether llm_comm fuses norms to which SGLang itself leaves an all-reduce.
+
+    SGLang decides for each batch, so this is never done in deterministic mode.
+    """
     return State.is_active and not State.at_every_size and all_sums_are_of_the_group()
 
 
 def all_sums_are_of_the_group() -> bool:
-    """Whether attention and experts sum over the ranks of the tensor-parallel group, all of them."""
+    """Return whether attention and experts all-reduce over all ranks of the tensor-parallel group."""
     parallel = get_parallel()
     size = parallel.tp_size
     return (
@@ -64,6 +68,7 @@ def around_norm(
     weight: torch.Tensor,
     use_attn_tp_group: bool = True,
 ) -> Any:
+    """Hook of ``_forward_with_allreduce_fusion``: all-reduce, residual add and norm by ``sum_and_norm``."""
     if residual is None or not norms_of_boundaries_sum():
         return theirs(norm_module, x, residual, post_residual_addition, weight, use_attn_tp_group)
     if post_residual_addition is not None:
@@ -75,20 +80,20 @@ def around_norm(
 def sum_and_norm(
     norm: Any, x: torch.Tensor, residual: torch.Tensor, may_overwrite: bool, **options: Any
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """``norm`` of (the sum of ``x`` + ``residual``), and what was normed.
+    """All-reduce ``x``, add ``residual``, and apply ``norm``. Return the normed rows and the new residual.
 
     Args:
-        norm: Of SGLang.
-        x: This rank's addend; nobody's afterwards, as where SGLang reduces it in place.
-        residual: Like ``x``, the same on all ranks.
-        may_overwrite: Whether what was normed may take the place of ``residual``.
-        options: What SGLang's norm is given besides, where it takes over.
+        norm: SGLang's norm module.
+        x: This rank's addend. It may be overwritten, as by SGLang's in-place all-reduce, so it must not be read later.
+        residual: Tensor like ``x``, equal on all ranks.
+        may_overwrite: Whether the new residual may be written into ``residual``.
+        options: Further keyword arguments for ``norm`` if the fused kernel declines.
     """
     if x.shape[0] == 0:
         return x, residual
     group, weight_bias = State.group, _weight_bias_of(norm)
     if torch.compiler.is_compiling():
-        # Graphs are functional: a tensor that is written in them would be copied anyway.
+        # Clone tensors that are written: compiled graphs are functional, and would copy such tensors anyway.
         if weight_bias is not None:
             result: tuple[torch.Tensor, torch.Tensor] = torch.ops.llm_comm_sglang.all_reduce_add_rms_norm(
                 x, residual, norm.weight.data, norm.variance_epsilon, weight_bias, group.unique_name
@@ -100,14 +105,15 @@ def sum_and_norm(
         fused = _fused(group, x, residual, norm.weight.data, norm.variance_epsilon, weight_bias)
         if fused is not None:
             return fused
-    # What SGLang does where it does not fuse, in the tensors that it would use.
+    # SGLang's unfused path, which overwrites both tensors.
     residual = residual if may_overwrite else residual.clone()
     normed, new_residual = norm.forward(group.all_reduce(x), residual, None, **options)
     return normed, new_residual
 
 
 def _weight_bias_of(norm: Any) -> float | None:
-    """The addend of the weights of ``norm`` in fp32; None where it computes what the fused kernel does not."""
+    """Return the constant that ``norm`` adds to its weights in fp32; None if the fused kernel cannot compute
+    ``norm``."""
     is_gemma = type(norm) is layernorm.GemmaRMSNorm
     is_plain = (
         type(norm) is layernorm.RMSNorm
@@ -124,7 +130,7 @@ def _weight_bias_of(norm: Any) -> float | None:
 def _all_reduce_add_rms_norm(
     x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, epsilon: float, weight_bias: float, group_name: str
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The operator of compiled graphs: ``sum_and_norm`` of a norm that the fused kernel computes, in new tensors."""
+    """Operator of compiled graphs: all-reduce, residual add and RMSNorm, with results in new tensors."""
     reference = parallel_state._groups.get(group_name)
     group = None if reference is None else reference()
     if group is None:
@@ -137,17 +143,17 @@ def _all_reduce_add_rms_norm(
 def _fused(
     group: Any, x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, epsilon: float, weight_bias: float
 ) -> tuple[torch.Tensor, torch.Tensor] | None:
-    """By llm_comm, in new tensors; None if it declines, or has left the group."""
+    """Run llm_comm's fused kernel, with results in new tensors; None if it declines or the communicator is closed."""
     fused = getattr(group.ca_comm, "all_reduce_add_rms_norm", None)
     return None if fused is None else fused(x, residual, weight, epsilon, weight_bias)
 
 
 def _sum(group: Any, x: torch.Tensor) -> torch.Tensor:
-    """The sum of ``x``, which is left as it is, in a new tensor."""
+    """Sum ``x`` over the group. Return a new tensor, and leave ``x`` unchanged."""
     by_llm_comm = getattr(group.ca_comm, "sum_of", None)
     total: torch.Tensor | None = None if by_llm_comm is None else by_llm_comm(x)
     if total is None:
-        # SGLang may sum in place, but a graph may go on to read its tensor.
+        # Clone: SGLang's all-reduce may write in place, but the graph may read x later.
         total = group.all_reduce(x.clone())
     return total
 
@@ -155,11 +161,11 @@ def _sum(group: Any, x: torch.Tensor) -> torch.Tensor:
 def _one_by_one(
     total: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, epsilon: float, weight_bias: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """What SGLang's norm makes of a sum, in new tensors."""
+    """Apply residual add and RMSNorm as SGLang's norm does, with results in new tensors. ``total`` is overwritten."""
     kernel = getattr(layernorm, "fused_add_rmsnorm" if weight_bias == 0 else "gemma_fused_add_rmsnorm", None)
     if kernel is not None and total.is_cuda:
         new_residual = residual.clone()
-        kernel(total, new_residual, weight, epsilon)  # in place; the sum is nobody else's
+        kernel(total, new_residual, weight, epsilon)  # in place: the caller does not use ``total`` again
         return total, new_residual
     new_residual = total + residual
     values = new_residual.float()

@@ -1,20 +1,21 @@
-"""SGLang's norms with the all-reduce before them in one kernel of llm_comm.
+"""Hooks by which SGLang's norms include the all-reduce before them, in one kernel of llm_comm.
 
-Most models of SGLang leave a sum to the norm that follows it, where ``flashinfer_ar_fusion_applies`` (before 0.5.22:
-``apply_flashinfer_allreduce_fusion``) says that FlashInfer's kernel takes both; all of them end in
-``_forward_with_allreduce_fusion``. Both are hooked: the former says yes, and the latter asks llm_comm. That function
-reduces whatever the kernel declines: SGLang's own of 0.5.17 would norm what has not been reduced.
+Most models of SGLang leave an all-reduce to the norm after it if SGLang's gate says that FlashInfer's kernel computes
+both. The gate is ``flashinfer_ar_fusion_applies``, in older releases ``apply_flashinfer_allreduce_fusion`` (``GATE`` in
+``seams.py``). The norm is ``_forward_with_allreduce_fusion``. Both are hooked: the gate says yes, and the norm tries
+llm_comm. The norm's hook all-reduces whatever the kernel declines, since SGLang's own function of 0.5.17 would then
+apply the norm without an all-reduce.
 
-The sum of an attention has one reader, the norm after it. That of an MLP is left to the next layer, and before 0.5.21
-(``layer_boundary``) SGLang leaves it whoever else may read it: the next stage of a pipeline, a draft model, what adds
-features of images or splits a batch between layers. There the yes to that question stays SGLang's own, but where nobody
-else can be (``_why_not_deferred``).
+Hidden states after attention have one reader, the norm after it. The all-reduce of an MLP is left to the next layer.
+SGLang before 0.5.21 (``layer_boundary``) does so even if others read those hidden states: the next pipeline stage, a
+draft model, or code that adds image features or splits a batch between layers. In these releases llm_comm's gate counts
+only where no such reader can exist (``_why_not_deferred``); elsewhere SGLang's own gate decides.
 
-Older dense models reduce in linears: see ``dense_models``.
+``dense_models`` has the hooks for older dense models, which all-reduce in linear layers.
 
-The hooks are set when the tensor-parallel group is made and llm_comm serves it, and only then: the modules that they
-import belong to the processes with models. They do nothing until ``activate``, which waits for all ranks to have set
-them: ranks that leave a sum to different places would wait for each other.
+The hooks are set when the tensor-parallel group is made and llm_comm serves it, since they import modules that only
+processes with models need. They have no effect until ``activate``, which must wait until every rank has set them: ranks
+that all-reduce at different places of the model would wait for each other.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ logger = logging.getLogger("sglang.llm_comm")
 
 
 def set_up(group: Any) -> None:
-    """Note ``group``, the tensor-parallel one, as that over which norms are to sum."""
+    """Store SGLang's tensor-parallel ``group``, and SGLang's own gate. Called before the hooks are set."""
     State.group = group
     if State.their_gate is None:
         State.their_gate = load(str(TABLE.first_of(GATE)))
@@ -43,22 +44,23 @@ def set_up(group: Any) -> None:
 
 
 def activate(at_every_size: bool = False) -> None:
-    """Norms sum from now on. To be called on all ranks, before there is a model.
+    """Give the hooks effect. Must be called on all ranks, before a model is made.
 
     Args:
-        at_every_size: See ``State``.
+        at_every_size: Whether SGLang is in deterministic mode, see ``State``.
     """
     State.is_active, State.at_every_size = True, at_every_size
 
 
 def deactivate() -> bool:
-    """The opposite, as long as there is no model; returns whether norms did."""
+    """Switch fused norms off, before a model is made. Return whether they were on."""
     was_active, State.is_active = State.is_active, False
     return was_active
 
 
 def forget(group: Any) -> None:
-    """If norms sum over ``group``: not any more. It is being destroyed, and the process may start another engine."""
+    """Reset the state if ``group``, which is being destroyed, is the stored one. The process may start another
+    engine."""
     if State.group is group:
         State.is_active, State.computes_linears, State.group = False, False, None
         _why_not_deferred.cache_clear()
@@ -66,10 +68,10 @@ def forget(group: Any) -> None:
 
 
 def _speculates() -> bool:
-    """Whether there is, or may be, a draft model."""
+    """Return whether there may be a draft model. True if SGLang does not tell."""
     try:
         return get_spec().speculative_algorithm is not None
-    except ValueError:  # nothing is published: groups without a server
+    except ValueError:  # SGLang raises this in a process that makes groups without a server
         return True
 
 
@@ -77,23 +79,28 @@ def _speculates() -> bool:
 
 
 def around_gate(theirs: Any, batch_size: int) -> bool:
+    """Hook of SGLang's gate (``GATE``): say yes whenever llm_comm's hook of the norm is in effect."""
     return (norms_of_boundaries_sum() and batch_size > 0) or theirs(batch_size)
 
 
 def make_boundary(theirs: Any, boundary: Any, *args: Any, **kwargs: Any) -> None:
+    """Hook of ``LayerCommunicator.__init__``: decide whether MLPs may leave their all-reduces to the next layer."""
     theirs(boundary, *args, **kwargs)
-    # By now all groups are made. Kept with the layer: its forward may be compiled.
+    # Decided once, when layers are made: all groups exist by then. The result is an attribute of the layer because the
+    # layer's forward may be compiled.
     boundary.llm_comm_defers = State.is_active and _why_not_deferred() is None
 
 
 def around_deferral(theirs: Any, boundary: Any, forward_batch: Any) -> bool:
-    """Whether a layer leaves the sum of its MLP to the next one."""
+    """Hook of ``LayerCommunicator.should_fuse_mlp_allreduce_with_next_layer``: return whether a layer leaves its MLP's
+    all-reduce to the next layer."""
     leaves = bool(theirs(boundary, forward_batch))
     if not leaves or not State.is_active or getattr(boundary, "llm_comm_defers", False):
         return leaves
     if not torch.compiler.is_compiling():
         _say_why_not_deferred()
-    return bool(State.their_gate(forward_batch.input_ids.shape[0]))  # it has them: the gate has been asked
+    # ``input_ids`` exist: SGLang's method, which said yes, has read them for its own gate.
+    return bool(State.their_gate(forward_batch.input_ids.shape[0]))
 
 
 @functools.cache
@@ -105,7 +112,8 @@ def _say_why_not_deferred() -> None:
 
 @functools.cache
 def _why_not_deferred() -> str | None:
-    """Why the output of an MLP may be read by someone but the next layer, or changed before that reads it, if so."""
+    """Return the reason why an MLP's output may have other readers than the next layer, or may change before that layer
+    reads it. None: neither is possible."""
     if get_parallel().pp_size > 1:
         return "with pipeline parallelism, the next stage reads that of the last layer"
     if _speculates():

@@ -1,14 +1,13 @@
-"""Gate and up of SGLang's MLPs, with silu-and-mul, in one kernel of llm_comm.
+"""Gate and up of SGLang's MLPs with silu-and-mul, computed by one kernel of llm_comm.
 
-``forward`` of ``LlamaMLP`` and of ``Qwen2MLP`` is hooked. Mistral, Phi-3 and Qwen3 have these MLPs too. Both compute
-the layer of gate and up, silu-and-mul, and the down-projection. Nobody else reads the tensors between them.
-Where llm_comm computes the first two, the hook calls the down-projection as SGLang does. Where llm_comm declines,
-SGLang's forward runs as a whole, and llm_comm may still compute the layer alone (``linear.py``, which marks layers for
-both).
+``forward`` of ``LlamaMLP`` and of ``Qwen2MLP`` is hooked. Mistral, Phi-3 and Qwen3 use these classes too. Both compute
+gate and up in one layer, then silu-and-mul, then the down-projection. No other code reads the tensors in between. If
+llm_comm computes the first two steps, the hook calls the down-projection as SGLang does. If llm_comm declines, SGLang's
+whole forward runs, in which llm_comm may still compute the layer of gate and up (``linear.py``).
 
-A layer with LoRA is another module, without the mark. A layer of FP8 has no mark: SGLang quantizes x inside the layer.
-Graphs of torch.compile keep two kernels. A weight that SGLang fetches for each pass is no parameter, and is left alone
-as in ``linear.py``.
+``linear.py`` marks the layers that are served (``llm_comm_activates``). Layers with LoRA are other modules, without
+marks. FP8 layers have no mark, since SGLang quantizes x inside the layer. Graphs of torch.compile keep two kernels.
+Weights that SGLang fetches from the host for each pass are no parameters, and are not served.
 """
 
 from __future__ import annotations
@@ -23,11 +22,13 @@ from llm_comm.integrations.sglang.linear import by_llm_comm
 
 
 def around_llama_mlp(theirs: Any, mlp: Any, x: torch.Tensor, forward_batch: Any = None) -> Any:
+    """Hook of ``LlamaMLP.forward``."""
     activated = _activated(mlp, x)
     return theirs(mlp, x, forward_batch) if activated is None else mlp.down_proj(activated)[0]
 
 
 def around_qwen2_mlp(theirs: Any, mlp: Any, x: torch.Tensor, forward_batch: Any = None) -> Any:
+    """Hook of ``Qwen2MLP.forward``."""
     activated = _activated(mlp, x)
     if activated is None:
         return theirs(mlp, x, forward_batch)
@@ -35,7 +36,7 @@ def around_qwen2_mlp(theirs: Any, mlp: Any, x: torch.Tensor, forward_batch: Any 
 
 
 def _activated(mlp: Any, x: torch.Tensor) -> torch.Tensor | None:
-    """Return the input of the down-projection, computed by llm_comm; None where llm_comm declines."""
+    """Return the input of the down-projection, computed by llm_comm; None if llm_comm declines."""
     layer = mlp.gate_up_proj
     if (
         torch.compiler.is_compiling()
@@ -43,9 +44,9 @@ def _activated(mlp: Any, x: torch.Tensor) -> torch.Tensor | None:
         or type(layer.weight) is not torch.nn.Parameter
         or layer.bias is not None
         or type(mlp.act_fn) is not SiluAndMul
-        # SGLang's own kernel for gate and up with silu-and-mul: 0.5.22 and later, on Blackwell.
+        # SGLang has its own kernel for gate and up with silu-and-mul: in 0.5.22 and later, on Blackwell.
         or getattr(getattr(mlp, "dual_gemm", None), "mode", None) is not None
-        # In prefills with --enable-layernorm-sp (0.5.20 and later) the layer gathers x, which is split over ranks.
+        # With --enable-layernorm-sp (0.5.20 and later) x is split over ranks in prefills, and the layer gathers it.
         or getattr(get_forward(), "sp_active", False)
     ):
         return None

@@ -1,13 +1,15 @@
-"""SGLang's groups gather and scatter by llm_comm what it accepts.
+"""Hooks of all-gathers and reduce-scatters in SGLang's groups: llm_comm runs the calls that it accepts.
 
-``GroupCoordinator`` has five methods for it that end in NCCL. ``_all_gather_into_tensor`` and
-``_reduce_scatter_tensor`` lie inside custom operators, behind ``all_gather_into_tensor``, ``reduce_scatter_tensor`` and
-whatever is made of these: attention data parallelism, context parallelism, scattered layers. ``all_gatherv`` and
-``reduce_scatterv`` take parts of any sizes. ``all_gather`` (logits, linears split by columns) puts parts together along
-the first dimension, then copies them to where they belong; llm_comm writes them there.
+Five methods of ``GroupCoordinator`` end in NCCL, and are hooked:
 
-The hooks are set when the first group is made that llm_comm serves. They look for its ``llm_comm_parts``, and leave all
-other groups alone.
+* ``_all_gather_into_tensor`` and ``_reduce_scatter_tensor`` are called inside custom operators, by
+  ``all_gather_into_tensor``, ``reduce_scatter_tensor`` and what is built on them: attention data parallelism, context
+  parallelism, scattered layers.
+* ``all_gatherv`` and ``reduce_scatterv`` take shards of different sizes.
+* ``all_gather`` (logits, column-parallel linear layers) concatenates along the first dimension, then copies into the
+  wanted layout. llm_comm writes that layout directly.
+
+The hooks are set when llm_comm serves the first group. They act on groups with the attribute ``llm_comm_parts`` only.
 """
 
 from __future__ import annotations
@@ -19,11 +21,11 @@ from sglang.srt.distributed import parallel_state
 
 from llm_comm.integrations.parts import Parts
 
-#: Attribute of a group that llm_comm serves.
+#: Name of the attribute that a served group has.
 PARTS = "llm_comm_parts"
 
-# Opaque to torch.compile, as SGLang's operator around an all-gather is: whoever serves it is found out at run time.
-# A fragment: ``fused_norm.py`` has an operator in there too, and may be loaded or not.
+# The operator is opaque to torch.compile, like SGLang's operator around an all-gather, so llm_comm can decide at run
+# time. The library is a fragment because ``fused_norm.py`` defines operators in it too, and need not be loaded.
 _library = torch.library.Library("llm_comm_sglang", "FRAGMENT")
 _library.define(
     "all_gather(Tensor x, int dim, int world_size, str group_name) -> Tensor",
@@ -32,6 +34,7 @@ _library.define(
 
 
 def all_gather_into_tensor(theirs: Any, group: Any, output: torch.Tensor, input: torch.Tensor) -> Any:
+    """Hook of ``GroupCoordinator._all_gather_into_tensor``."""
     parts: Parts | None = getattr(group, PARTS, None)
     if parts is None or parts.all_gather("all_gather_into_tensor", input, out=output) is None:
         return theirs(group, output, input)
@@ -39,8 +42,9 @@ def all_gather_into_tensor(theirs: Any, group: Any, output: torch.Tensor, input:
 
 
 def reduce_scatter_tensor(theirs: Any, group: Any, output: torch.Tensor, input: torch.Tensor) -> Any:
+    """Hook of ``GroupCoordinator._reduce_scatter_tensor``."""
     parts: Parts | None = getattr(group, PARTS, None)
-    # NCCL counts elements, whatever the shapes are.
+    # Flatten: SGLang's call goes to NCCL, which splits by elements, whatever the shapes are.
     if parts is None or parts.reduce_scatter("reduce_scatter_tensor", input.reshape(-1), out=output) is None:
         return theirs(group, output, input)
     return output
@@ -53,6 +57,7 @@ def all_gather(
     dim: int = -1,
     output_tensor_list: list[torch.Tensor] | None = None,
 ) -> Any:
+    """Hook of ``GroupCoordinator.all_gather``. Compiled graphs get an operator, which decides at run time."""
     parts: Parts | None = getattr(group, PARTS, None)
     if parts is None or output_tensor_list is not None:
         return theirs(group, input_, dim, output_tensor_list)
@@ -69,14 +74,14 @@ def all_gatherv(
     sizes: list[int] | None = None,
     output: torch.Tensor | None = None,
 ) -> Any:
-    """Returns a list also for one tensor, as SGLang's own does."""
+    """Hook of ``GroupCoordinator.all_gatherv``. Like SGLang's method it returns a list, also for one tensor."""
     parts: Parts | None = getattr(group, PARTS, None)
     inputs = [input_] if isinstance(input_, torch.Tensor) else input_
-    if parts is None or (inputs is input_ and output is not None):  # SGLang has its own words for that
+    if parts is None or (inputs is input_ and output is not None):  # SGLang raises its own error for a list with output
         return theirs(group, input_, sizes, output)
     results = [parts.all_gather("all_gatherv", x, 0, sizes, output) for x in inputs]
     declined = [place for place, result in enumerate(results) if result is None]
-    if declined:  # together: NCCL makes one operation of them
+    if declined:  # in one call, which NCCL runs as one grouped operation
         left = [inputs[place] for place in declined] if inputs is input_ else input_
         for place, result in zip(declined, theirs(group, left, sizes, output), strict=True):
             results[place] = result
@@ -90,13 +95,14 @@ def reduce_scatterv(
     output: torch.Tensor | None = None,
     sizes: list[int] | None = None,
 ) -> Any:
+    """Hook of ``GroupCoordinator.reduce_scatterv``."""
     parts: Parts | None = getattr(group, PARTS, None)
     result = None if parts is None else parts.reduce_scatter("reduce_scatterv", input_, 0, sizes, output)
     return theirs(group, input_, output, sizes) if result is None else result
 
 
 def _all_gather(x: torch.Tensor, dim: int, world_size: int, group_name: str) -> torch.Tensor:
-    # As SGLang's operators find it.
+    # Find the group by its name, like SGLang's operators: a compiled graph cannot hold the object.
     reference = parallel_state._groups.get(group_name)
     group = None if reference is None else reference()
     if group is None:

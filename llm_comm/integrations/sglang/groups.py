@@ -1,4 +1,4 @@
-"""Which groups of ranks SGLang is about to make, so that those that llm_comm serves share the memory it takes."""
+"""Prediction of the groups of ranks that SGLang will make, so that the served groups can share the workspace memory."""
 
 from __future__ import annotations
 
@@ -8,10 +8,12 @@ from typing import Any
 
 from sglang.srt.runtime_context import get_parallel
 
-#: Those of this process, set when SGLang begins to make them. Empty: not known.
+#: Kinds of this process's groups that llm_comm may serve, "tp" first. Set before SGLang makes the groups; empty if
+#: unknown.
 served: tuple[str, ...] = ()
 
-# What ``initialize_model_parallel`` calls the widths up to 0.5.20, and the context that it reads them from since.
+# Sizes of parallelism, by kind: the parameter of ``initialize_model_parallel`` (up to 0.5.20), and the attribute of
+# SGLang's parallel context (from 0.5.21).
 _WIDTHS = {
     "tp": ("tensor_model_parallel_size", "tp_size"),
     "attn_dp": ("attention_data_parallel_size", "attn_dp_size"),
@@ -24,8 +26,12 @@ _WIDTHS = {
 
 
 def of_call(initialize: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[str, ...]:
-    """What llm_comm serves of the groups that ``initialize``, SGLang's ``initialize_model_parallel``, makes when it is
-    called so."""
+    """Return the kinds of groups that llm_comm may serve, of those that a call of ``initialize_model_parallel`` makes.
+
+    Args:
+        initialize: SGLang's ``initialize_model_parallel``.
+        args, kwargs: Arguments of the call.
+    """
     given = inspect.signature(initialize).bind(*args, **kwargs)
     given.apply_defaults()
     arguments = given.arguments
@@ -38,10 +44,11 @@ def of_call(initialize: Callable[..., Any], args: tuple[Any, ...], kwargs: Mappi
 
 
 def _served(widths: Mapping[str, int | None], pdmux: bool) -> list[str]:
+    """Return the kinds of groups that will have several ranks, "tp" first."""
     width = {name: value or 1 for name, value in widths.items()}
     tp, cp, ep, moe_dp = (width[name] for name in ("tp", "attn_cp", "moe_ep", "moe_dp"))
     attention_tp = tp // cp // width["attn_dp"]
-    # SGLang takes "tp" where one of these would have the same ranks.
+    # SGLang uses "tp" instead of a group that would have the same ranks, so only smaller groups count below.
     parts = {
         "attn_cp": cp,
         "attention_tp": attention_tp,

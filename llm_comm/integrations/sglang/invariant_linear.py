@@ -1,12 +1,12 @@
-"""Linear layers in SGLang's deterministic mode by llm_comm, for batches of any size.
+"""Linear layers in SGLang's deterministic mode, computed by llm_comm for batches of any size.
 
-There SGLang puts a kernel with large tiles in place of ``aten::mm`` and its kin. With option ``batch_invariant_linear``
-layers without quantization go by llm_comm instead, where their weight is one that it takes. That goes by the layer,
-never by the batch: all batches of a layer have the bits of one kernel. Layers of other shapes, with quantization, of
-experts, and logits stay SGLang's.
+In this mode SGLang replaces ``aten::mm`` and related operators by a kernel with large tiles. With option
+``batch_invariant_linear``, llm_comm computes unquantized layers instead, if it serves the layer's weight. The choice
+must depend on the layer alone and never on the batch, so that one kernel computes all batches of a layer. Layers of
+other shapes, quantized layers, experts and logits stay SGLang's.
 
-``UnquantizedLinearMethod.apply`` is hooked. As of ``linear.py``, weights that are no parameters may have been written
-just before, and are left alone.
+``UnquantizedLinearMethod.apply`` is hooked. Weights that are no parameters are left alone: an earlier kernel may still
+be writing them when llm_comm's kernel reads.
 """
 
 from __future__ import annotations
@@ -17,30 +17,33 @@ import torch
 
 from llm_comm.integrations.linear import is_aligned, takes_all_batches_of
 
-# Opaque to torch.compile: graphs are traced with one number of tokens and run with others.
+# The operator is opaque to torch.compile: graphs are traced with one number of tokens and run with others.
 _library = torch.library.Library("llm_comm_sglang", "FRAGMENT")
 _library.define("linear_of_any_batch(Tensor x, Tensor weight) -> Tensor", tags=(torch.Tag.needs_fixed_stride_order,))
 
 
 class _State:
-    """
+    """State of the process.
+
     Attributes:
-        group: Whose communicator computes the layers; None, or without one any more: SGLang does.
+        group: SGLang's tensor-parallel group, whose communicator computes the layers. SGLang computes them if this is
+            None, or if the group has no communicator left.
     """
 
     group: Any = None
 
 
 def activate(group: Any) -> None:
-    """The communicator of SGLang's ``group`` computes layers from now on."""
+    """Have the communicator of SGLang's ``group`` compute linear layers."""
     _State.group = group
 
 
 def around_apply(theirs: Any, method: Any, layer: Any, x: torch.Tensor, bias: torch.Tensor | None = None) -> Any:
+    """Hook of ``UnquantizedLinearMethod.apply``: use llm_comm if it serves the layer's weight."""
     weight = layer.weight
     if (
         _State.group is None
-        or _State.group.ca_comm is None  # it has ended, and this is a layer of another engine in this process
+        or _State.group.ca_comm is None  # the group was destroyed, and this layer belongs to another engine
         or type(weight) is not torch.nn.Parameter
         or x.dtype != weight.dtype
         or not takes_all_batches_of(weight)
@@ -52,13 +55,14 @@ def around_apply(theirs: Any, method: Any, layer: Any, x: torch.Tensor, bias: to
 
 
 def _linear_of_any_batch(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    """``x @ weight.T``, x [..., inputs], weight [outputs, inputs].
+    """Compute ``x @ weight.T`` for any number of rows: x [..., inputs], weight [outputs, inputs].
 
     Raises:
-        UnsupportedInputError: llm_comm does not serve ``x``. SGLang's kernel would have other bits.
+        UnsupportedInputError: llm_comm does not serve ``x``. SGLang's kernel may not replace it, as it rounds
+            differently.
     """
     ours = getattr(_State.group.ca_comm, "linear_of_any_batch", None)
-    # An odd address is the layer's, as its shape is: the weight stays where it is.
+    # Alignment may decide, like the shape: it is constant for a layer, since its weight is not moved.
     result: torch.Tensor | None = None if ours is None or not is_aligned(weight) else ours(x, weight.detach())
     return torch.nn.functional.linear(x, weight) if result is None else result
 

@@ -1,4 +1,5 @@
-"""Seams to SGLang: see ``llm_comm/integrations/seams.py``. This module imports nothing of SGLang."""
+"""Table of the seams to SGLang (``llm_comm/integrations/seams.py``). This module imports nothing of SGLang when it is
+loaded."""
 
 from __future__ import annotations
 
@@ -19,7 +20,7 @@ FP8 = "linear layers of FP8"
 SILU_AND_MUL = "gate and up with silu-and-mul"
 INVARIANT_LINEAR = "batch-invariant linear layers"
 
-#: The loss without a feature.
+#: Consequence of each feature being off, for messages.
 LOST = {
     ALL_REDUCE: "All collectives are SGLang's",
     GATHERING: "All-gathers and reduce-scatters are SGLang's",
@@ -46,12 +47,13 @@ _QWEN3 = "sglang.srt.models.qwen3"
 _CONTEXT = "sglang.srt.runtime_context"
 
 TIMEOUT = f"{_STATE}:_MODEL_PARALLEL_GROUP_TIMEOUT"
-#: Layers that leave the sum of an MLP to the next one by rules of their own: from 0.5.21 on.
+#: Module that exists from 0.5.21 on. It has SGLang's own rules for leaving the all-reduce of an MLP to the next layer.
 NEW_BOUNDARIES = "sglang.srt.layers.layer_boundary"
-#: Layers of Llama whose linears leave their sums to norms: from 0.5.22 on.
+#: Attribute that exists from 0.5.22 on. Llama's linear layers then leave their all-reduces to norms.
 NEW_LLAMA = f"{_LLAMA}:LlamaDecoderLayer.stage_facts"
 _OLD_BOUNDARIES, _OLD_LLAMA = f"!{NEW_BOUNDARIES}", f"!{NEW_LLAMA}"
-#: The function by which SGLang decides whether a norm is to sum: from 0.5.23 on, 0.5.21 and 0.5.22, before.
+#: SGLang's function that decides whether a norm includes the all-reduce: in 0.5.22 and later, in 0.5.21, and in older
+#: releases.
 GATE = (
     f"{NEW_BOUNDARIES}.residual.add_norm:flashinfer_ar_fusion_applies "
     f"{NEW_BOUNDARIES}.residual.add_norm:apply_flashinfer_allreduce_fusion "
@@ -62,7 +64,8 @@ _NEW_FUSIONS = f"{NEW_BOUNDARIES}.fusions.allreduce"
 
 
 def _option(name: str, group: str) -> str:
-    """An option of the server; SGLang 0.5.23 has a class for each group of options."""
+    """Return the symbols of a server option: of older releases, and of 0.5.23, with a class for each group of
+    options."""
     return f"sglang.srt.server_args:ServerArgs.{name} sglang.srt.arg_groups.fields.{group}.{name}"
 
 
@@ -98,7 +101,7 @@ ROWS = (
     Row(ALL_REDUCE, TIMEOUT, by_digest=False, is_required=False, lost="Waits are bounded by llm_comm's own limit"),
     *named_rows(THEIR_FUSION, _option("flashinfer_allreduce_fusion_backend", "exec_:ExecComm")),
     *flashinfer_rows(),
-    # All-gathers and reduce-scatters.
+    # All-gathers and reduce-scatters: methods that end in NCCL.
     *(
         Row(GATHERING, f"{_GROUP}.{name}", patch=f"{_OURS}.gathering:{name.lstrip('_')}")
         for name in (
@@ -110,10 +113,9 @@ ROWS = (
         )
     ),
     *digest_rows(GATHERING, f"{_STATE}:_groups"),
-    # Release of memory.
     Row(MEMORY, f"{_UPDATER}.release_memory_occupation", patch="llm_comm.integrations.sleeping:release_last"),
     Row(MEMORY, f"{_UPDATER}.resume_memory_occupation", patch="llm_comm.integrations.sleeping:restore_first"),
-    # Norms that sum.
+    # Norms that include the all-reduce before them.
     Row(NORMS, "sglang.srt.layers.layernorm:_forward_with_allreduce_fusion", patch=f"{_OURS}.fused_norm:around_norm"),
     Row(NORMS, GATE, patch=f"{_OURS}.fusion:around_gate"),
     *digest_rows(
@@ -126,10 +128,10 @@ ROWS = (
         f"{_CONTEXT}:get_spec",
         f"{_CONTEXT}:get_server_args",
     ),
-    # Callers of both.
+    # Callers of the norm and of the gate.
     *digest_rows(
         NORMS,
-        # From 0.5.22 on, and in 0.5.21.
+        # Names from 0.5.22 on, and in 0.5.21.
         f"{_NEW_FUSIONS}:fused_attn_input {_NEW_FUSIONS}:complete_attention_input",
         f"{_NEW_FUSIONS}:fused_ffn_input {_NEW_FUSIONS}:complete_ffn_input",
         f"{NEW_BOUNDARIES}.exit:_batch_allows_deferred_sum {NEW_BOUNDARIES}.exit:_can_defer_ffn_reduction",
@@ -150,7 +152,7 @@ ROWS = (
         "sglang.srt.arg_groups.overrides:_FLASHINFER_ALLREDUCE_FUSION_ARCHS",
         where=_OLD_BOUNDARIES,
     ),
-    # Dense models whose linears sum.
+    # Dense models whose linear layers all-reduce.
     Row(
         NORMS,
         f"{_QWEN3}:Qwen3DecoderLayer.forward",
@@ -173,7 +175,7 @@ ROWS = (
         f"{_LINEAR}:RowParallelLinear.forward",
         where=_OLD_LLAMA,
     ),
-    # Linear layers in front of and behind norms that sum.
+    # Linear layers before and after norms that include the all-reduce.
     Row(LINEAR, f"{_UNQUANTIZED}:UnquantizedLinearMethod.apply", patch=f"{_OURS}.linear:apply"),
     Row(LINEAR, f"{_UNQUANTIZED}:UnquantizedLinearMethod.create_weights", patch=f"{_OURS}.linear:create_weights"),
     *digest_rows(
@@ -187,7 +189,8 @@ ROWS = (
         FP8_KERNEL,
         patch=f"{_OURS}.linear:around_fp8_scaled_mm",
     ),
-    # MLPs whose gate and up are one layer. The hooks pass over the forward of that layer and of the activation.
+    # MLPs whose gate and up are one layer. The hooks bypass the forward of that layer and of the activation, so both
+    # must be those of a tested release.
     Row(SILU_AND_MUL, f"{_LLAMA}:LlamaMLP.forward", patch=f"{_OURS}.gated_mlps:around_llama_mlp"),
     Row(SILU_AND_MUL, f"{_QWEN2}:Qwen2MLP.forward", patch=f"{_OURS}.gated_mlps:around_qwen2_mlp"),
     *digest_rows(
@@ -196,7 +199,6 @@ ROWS = (
         "sglang.srt.layers.activation:SiluAndMul.forward_cuda",
     ),
     *named_rows(SILU_AND_MUL, f"{_CONTEXT}:get_forward"),
-    # Linear layers in deterministic mode.
     Row(
         INVARIANT_LINEAR,
         f"{_UNQUANTIZED}:UnquantizedLinearMethod.apply",
@@ -206,16 +208,21 @@ ROWS = (
 
 
 def _install(symbol: str, patch: Callable[..., Any]) -> None:
+    """Replace a symbol: SGLang's own by SGLang's hook registry, others by ``replace``.
+
+    Raises:
+        RuntimeError: SGLang's registry could not hook the symbol.
+    """
     if not symbol.startswith("sglang."):
         replace(symbol, patch)
         return
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
-    # Once groups are made, later than plugins usually do it.
+    # Hooks are applied right away: SGLang's own call of ``apply_hooks`` was before groups are made.
     target = symbol.replace(":", ".")
     before = pkgutil.resolve_name(target)
     HookRegistry.register(target, patch, HookType.AROUND)
-    HookRegistry.apply_hooks()  # logs what it cannot do, and goes on
+    HookRegistry.apply_hooks()  # logs failures instead of raising, so the check below is needed
     if pkgutil.resolve_name(target) is before:
         raise RuntimeError(f"{target} cannot be hooked")
 

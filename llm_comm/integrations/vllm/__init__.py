@@ -1,4 +1,4 @@
-"""llm_comm in vLLM; the entry point names ``register`` here."""
+"""Integration of llm_comm into vLLM. The plugin's entry point is ``register``."""
 
 from llm_comm.integrations.vllm.plugin import register
 

@@ -1,6 +1,7 @@
-"""vLLM's CUDA communicator with the all-reduce of llm_comm in front of its own, and who gets one.
+"""Subclass of vLLM's CUDA communicator that tries llm_comm's collectives before vLLM's own.
 
-Names of vLLM that llm_comm relies on stand in ``seams.py``. This module imports those of the all-reduce alone.
+``seams.py`` lists the symbols of vLLM that llm_comm relies on. This module imports only those that the all-reduce
+needs, so that the all-reduce works in releases where other features are off.
 """
 
 from __future__ import annotations
@@ -46,9 +47,9 @@ from llm_comm.planning.tables import FUSED
 
 logger = logging.getLogger("vllm.llm_comm")
 
-#: The module of the worker that sleeps.
+#: Module of vLLM's worker class, which has the sleep methods.
 _WORKER = "vllm.v1.worker.gpu_worker"
-#: Groups whose ranks are all of one engine, however many engines there are.
+#: Kinds of groups whose ranks all belong to one engine, also with data parallelism.
 _OF_ONE_ENGINE = ("tp", "dcp", "pcp")
 
 
@@ -58,14 +59,14 @@ def _say_what_is_off(line: str) -> None:
 
 
 class LlmCommCommunicator(CudaCommunicator):  # type: ignore[misc]
-    """Sums with llm_comm what it accepts, and takes vLLM's way for the rest and for all other collectives.
+    """Communicator of one group. All-reduces that llm_comm accepts use llm_comm; all other calls use vLLM's code.
 
-    A group that also gathers and scatters gets a class derived from this one (``gathering.py``).
+    A group whose all-gathers and reduce-scatters llm_comm serves has a class derived from this one (``gathering.py``).
 
-    llm_comm is set up in the constructor, where all ranks of a group come together and before vLLM measures what memory
-    is left. It registers no tensors and bakes nothing into graphs that their replay depends on, so graphs that are
-    captured to measure their memory and thrown away leave nothing behind, and expandable segments do not concern it:
-    its workspace lies outside torch's pool. While vLLM sleeps its memory is given back (``sleeping.py``).
+    The constructor sets llm_comm up: all ranks of a group are in it together, and vLLM measures the free memory later.
+    llm_comm registers no tensors, and no CUDA graph depends on host state. So graphs that vLLM captures to measure
+    memory can be dropped. The workspace lies outside torch's pool, so expandable segments have no effect on it. Sleep
+    mode releases it (``sleeping.py``).
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -73,26 +74,26 @@ class LlmCommCommunicator(CudaCommunicator):  # type: ignore[misc]
         self._llm_comm: Communicator | None = None
         self._member: members.Member | None = None
         self._parts: Parts | None = None
-        #: Whether all ranks release the workspaces while vLLM sleeps.
+        #: Whether the workspaces are released while vLLM sleeps. Equal on all ranks.
         self._sleeps = False
         self._kind = self.unique_name.split(":")[0]
-        #: Whether compiled graphs hold llm_comm's operator where an all-reduce of this group and a norm were.
+        #: Whether compiled graphs have llm_comm's fused operator in place of an all-reduce of this group and a norm.
         self.fuses = False
-        #: Whether vLLM's function for an all-reduce and a norm asks this: ``eager_norms.py``.
+        #: Whether vLLM's function ``fused_allreduce_rms_norm`` tries this communicator (``eager_norms.py``).
         self.fuses_eagerly = False
         self.max_fused_bytes = 0
-        #: The largest batch, in tokens, whose linear layers go into operators of llm_comm; 0: none do.
+        #: Largest batch, in tokens, whose compiled graphs have llm_comm's operators for linear layers; 0: none have.
         self.max_linear_tokens = 0
-        #: Whether layers whose bits must not depend on their batch are computed here: ``invariant_linear.py``.
+        #: Whether this communicator computes linear layers in batch-invariant mode (``invariant_linear.py``).
         self.computes_all_batches = False
-        #: Differs where ``prefers_linear`` and its kin could.
+        #: Hash over everything that ``prefers_linear`` and ``prefers_linear_silu_and_mul`` depend on.
         self.linear_key = ""
         self._sums = self._kind in configuration.GROUPS
         if self.world_size > 1 and (self._sums or configuration.only_gathers(self._kind)):
             self._join()
 
     def all_reduce(self, input_: torch.Tensor) -> torch.Tensor:
-        """The sum over the group, a new tensor."""
+        """Sum over the group. Return a new tensor."""
         communicator = self._llm_comm if self._sums else None
         result = None if communicator is None else communicator.try_all_reduce(input_)
         if result is not None:
@@ -108,11 +109,13 @@ class LlmCommCommunicator(CudaCommunicator):  # type: ignore[misc]
         weight_bias: float,
         scale: torch.Tensor | None,
     ) -> tuple[torch.Tensor, torch.Tensor] | None:
-        """See ``operators.py``; None, the same on all ranks, if it is not served: nothing has been summed then.
+        """Compute ``operators.all_reduce_add_rms_norm``, or return None if llm_comm declines the call.
+
+        All ranks decline alike, and a declined call has communicated nothing.
 
         Raises:
-            UnsupportedInputError: It is not served, and must be: in batch-invariant mode a norm is llm_comm's in all
-                batches.
+            UnsupportedInputError: llm_comm declines the call in batch-invariant mode, where it must compute the norms
+                of all batches.
         """
         member, quantize = self._serving(), None if scale is None else "static"
         if member is None:
@@ -131,7 +134,14 @@ class LlmCommCommunicator(CudaCommunicator):  # type: ignore[misc]
         weight_bias: float,
         quantize: str,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None:
-        """See ``operators.py``; None as of ``all_reduce_add_rms_norm``."""
+        """Compute ``operators.all_reduce_add_rms_norm_group_fp8``, or return None if llm_comm declines the call.
+
+        All ranks decline alike, and a declined call has communicated nothing.
+
+        Raises:
+            UnsupportedInputError: llm_comm declines the call in batch-invariant mode, where it must compute the norms
+                of all batches.
+        """
         member = self._serving()
         if member is None:
             return None
@@ -152,14 +162,18 @@ class LlmCommCommunicator(CudaCommunicator):  # type: ignore[misc]
         bias: torch.Tensor | None = None,
         scales: Scales | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor] | None:
-        """See ``operators.py``; None, if it is not served: nothing has been summed then. ``linear_weight`` is
-        [outputs, inputs]."""
+        """Compute a linear layer with the all-reduce, residual add and RMSNorm after it, or return None if declined.
+
+        A declined call has communicated nothing. Unlike an all-reduce, this call may be declined on one rank alone. See
+        ``operators.py`` for the arguments, but ``linear_weight`` is [outputs, inputs].
+        """
         member = self._serving()
         if member is None:
             return None
-        # A parameter of a class of vLLM's would take the way by torch's dispatcher again.
+        # detach returns a plain tensor. A parameter of vLLM's classes would go through torch's dispatcher once more.
         linear_weight = linear_weight.detach()
-        # It may decline on this rank alone, which is no harm: the others make the same sum behind their layer.
+        # Declining on this rank alone is safe: the caller then runs the layer, and after it the same fused all-reduce
+        # with norm. That launch matches the second launch of the other ranks' calls.
         results = member.communicator.try_linear_all_reduce_add_rms_norm(
             x,
             linear_weight,
@@ -185,7 +199,7 @@ class LlmCommCommunicator(CudaCommunicator):  # type: ignore[misc]
         scales: Scales | None = None,
         out_dtype: torch.dtype | None = None,
     ) -> torch.Tensor | None:
-        """See ``operators.py``; None, if it is not served. ``weight`` is [outputs, inputs]."""
+        """Compute a linear layer on this rank, or return None if declined. ``weight`` is [outputs, inputs]."""
         attempt, first = Communicator.try_linear, linear.FIRST_COLUMN_LINEAR
         options = linear.optional_operands(bias, scales)
         return self._try_linear(attempt, x, weight, first, **options, out_dtype=out_dtype)
@@ -198,7 +212,7 @@ class LlmCommCommunicator(CudaCommunicator):  # type: ignore[misc]
         scales: Scales | None = None,
         out_dtype: torch.dtype | None = None,
     ) -> torch.Tensor | None:
-        """The same with silu-and-mul."""
+        """Compute gate and up with silu-and-mul on this rank, or return None if declined."""
         operands = x, gate_up_weight, bias, scales, out_dtype
         return self._try_activated(LINEAR_SILU_AND_MUL, Communicator.try_linear_silu_and_mul, *operands)
 
@@ -210,7 +224,7 @@ class LlmCommCommunicator(CudaCommunicator):  # type: ignore[misc]
         scales: Scales | None = None,
         out_dtype: torch.dtype | None = None,
     ) -> torch.Tensor | None:
-        """The same with gelu-tanh-and-mul."""
+        """Compute gate and up with gelu-tanh-and-mul on this rank, or return None if declined."""
         operands = x, gate_up_weight, bias, scales, out_dtype
         return self._try_activated(LINEAR_GELU_TANH_AND_MUL, Communicator.try_linear_gelu_tanh_and_mul, *operands)
 
@@ -229,34 +243,37 @@ class LlmCommCommunicator(CudaCommunicator):  # type: ignore[misc]
         return self._try_linear(attempt, x, gate_up_weight, first, **options, out_dtype=out_dtype)
 
     def linear_of_any_batch(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor | None:
-        """See ``invariant_linear.py``; None once llm_comm has left the group."""
+        """Compute a linear layer of batch-invariant mode (``invariant_linear.py``); None after ``destroy``."""
         return self._try_linear(linear.linear_of_any_batch, x, weight, linear.FIRST_INVARIANT_LINEAR)
 
     def prefers_linear(self, outputs: int, inputs: int, fp8: bool = False) -> bool:
-        """Whether any batch of a linear layer is to be computed by llm_comm, of those that are small enough."""
+        """Return whether llm_comm is preferred for a linear layer at some batch size up to ``max_linear_tokens``."""
         return self._prefers(outputs, inputs, silu_and_mul=False, fp8=fp8)
 
     def prefers_linear_silu_and_mul(self, outputs: int, inputs: int, fp8: bool = False) -> bool:
-        """The same of gate and up with their activation, with so many outputs each."""
+        """Return whether llm_comm is preferred for gate and up with their activation, at some batch size up to
+        ``max_linear_tokens``. ``outputs`` is the number of outputs of gate alone."""
         return self._prefers(outputs, inputs, silu_and_mul=True, fp8=fp8)
 
-    # Of vLLM 0.33, which calls them for all groups, on all of their ranks.
+    # vLLM 0.33 calls these four methods on all groups and all of their ranks. vLLM 0.26 does not have them.
 
     def suspend(self, *args: Any, **kwargs: Any) -> None:
-        """Gives memory back while vLLM sleeps, with ``enable_nccl_comm_suspend``."""
+        """Release memory while vLLM sleeps. Called with ``enable_nccl_comm_suspend``."""
         super().suspend(*args, **kwargs)
         self._release()
 
     def resume(self, *args: Any, **kwargs: Any) -> None:
+        """Restore memory before vLLM wakes up."""
         self._restore()
         super().resume(*args, **kwargs)
 
     def checkpoint_prepare(self, *args: Any, **kwargs: Any) -> None:
-        """Before a checkpoint of the process: nothing of another rank's workspace stays mapped."""
+        """Release memory before a checkpoint of the process, so that no workspace of another rank stays mapped."""
         super().checkpoint_prepare(*args, **kwargs)
         self._release()
 
     def checkpoint_restore(self, *args: Any, **kwargs: Any) -> None:
+        """Restore memory after a checkpoint of the process."""
         self._restore()
         super().checkpoint_restore(*args, **kwargs)
 
@@ -269,15 +286,17 @@ class LlmCommCommunicator(CudaCommunicator):  # type: ignore[misc]
             sleeping.restore(self.unique_name, self._llm_comm, logger)
 
     def destroy(self) -> None:
+        """Close llm_comm in this group, then vLLM's communicator."""
         member, self._member, self._llm_comm, self._parts = self._member, None, None, None
         try:
             if member is not None:
                 flashinfer_calls.leave(member.communicator)
                 member.close()
-        finally:  # also where the CUDA context is broken
+        finally:  # close raises if the CUDA context is broken
             super().destroy()
 
     def _serving(self) -> members.Member | None:
+        """Return this rank's membership; None if llm_comm does not serve the group."""
         return None if self._llm_comm is None else self._member
 
     def _prefers(self, outputs: int, inputs: int, **kind: bool) -> bool:
@@ -288,15 +307,17 @@ class LlmCommCommunicator(CudaCommunicator):  # type: ignore[misc]
     def _try_linear(
         self, attempt: Any, x: torch.Tensor, weight: torch.Tensor, first: str, **options: Any
     ) -> torch.Tensor | None:
-        member, weight = self._serving(), weight.detach()  # as of ``linear_all_reduce_add_rms_norm``
+        # detach returns a plain tensor. A parameter of vLLM's classes would go through torch's dispatcher once more.
+        member, weight = self._serving(), weight.detach()
         return None if member is None else member.try_linear(attempt, x, weight, first, **options)
 
     def _join(self) -> None:
-        """Makes the communicator on all ranks of the group or on none.
+        """Set llm_comm up for this group, on all ranks or on none, and log the start line. Collective.
 
         Raises:
-            ConfigError: A rank has a wrong option: raised on all ranks, so that vLLM does not start.
-            AbsentRanksError: A rank did not come: raised on those that did, so that vLLM does not start.
+            ConfigError: A rank has a wrong option. Raised on all ranks, so that vLLM does not start.
+            AbsentRanksError: A rank did not vote or was lost. Raised on the ranks that are left, so that vLLM does not
+                start.
         """
         _show_log()
         member = members.enter(
@@ -322,11 +343,16 @@ class LlmCommCommunicator(CudaCommunicator):  # type: ignore[misc]
                 _say_what_is_off(off)
 
     def _objection(self, of_this_rank: str | None, about: str) -> str | None:
-        """Return why a rank of the group does without a feature, if so: the same on all ranks. Collective."""
+        """Return the objections of all ranks to a feature, equal on all ranks, or None. Collective.
+
+        Args:
+            of_this_rank: Objection of this rank, or None.
+            about: Name of the feature, for errors.
+        """
         return joining.objection_of_any(self.cpu_group, of_this_rank, about)
 
     def _set_up_parts(self, member: members.Member) -> str:
-        """Puts llm_comm in front of all-gathers and reduce-scatters, on all ranks or on none. Returns what to log."""
+        """Serve all-gathers and reduce-scatters, on all ranks or on none. Return text for the start line."""
         config = options_of(member.communicator)
         if not (config.all_gather or config.reduce_scatter):
             return ""
@@ -338,11 +364,12 @@ class LlmCommCommunicator(CudaCommunicator):  # type: ignore[misc]
         return ""
 
     def _set_up_sleep(self, communicator: Communicator) -> str:
-        """Has workspaces released while vLLM sleeps, on all ranks or on none. Returns what to log."""
+        """With option ``sleep``: prepare the release of workspaces, on all ranks or on none. Return text for the start
+        line."""
         if not options_of(communicator).sleep:
             return ""
-        # vLLM has every worker of an engine sleep. Groups with ranks in several engines are left alone: each engine
-        # sleeps when it is told to.
+        # All workers of an engine sleep together, but engines sleep independently. So groups with ranks in several
+        # engines keep their workspaces.
         sleeping.only = () if configuration.is_alone() else _OF_ONE_ENGINE
         of_this_rank = TABLE.attempt(seams.SLEEP) if _WORKER in sys.modules else None
         why_not = self._objection(of_this_rank, seams.SLEEP)
@@ -361,7 +388,11 @@ class LlmCommCommunicator(CudaCommunicator):  # type: ignore[misc]
         return engine_config.share_memory(config, self._kind, configuration.served_groups(config))
 
     def _set_up_fusion(self, communicator: Communicator) -> str:
-        """Decides whether compiled graphs are to hold the fused operator, alike on all ranks. Returns what to log."""
+        """Choose how norms are fused with all-reduces, alike on all ranks. Return text for the start line.
+
+        Compiled graphs get llm_comm's fused operator if all ranks can. If vLLM does not compile the model, or this
+        release's passes are unknown, ``fused_allreduce_rms_norm`` is replaced instead.
+        """
         serves_theirs = self._serve_flashinfer(communicator)
         unknown = self._objection(TABLE.why_not(seams.NORMS), "norms of this release")
         why_not = members.why_not_fused(communicator) or unknown
@@ -369,7 +400,7 @@ class LlmCommCommunicator(CudaCommunicator):  # type: ignore[misc]
             why_not = self._objection(fusion.why_not_fused(options_of(communicator)), "norms")
         self.max_fused_bytes = message_limit(FUSED, communicator.table, communicator.config)
         if why_not is not None:
-            if why_not in (fusion.NOT_COMPILED, unknown):  # of all ranks
+            if why_not in (fusion.NOT_COMPILED, unknown):  # equal on all ranks, so all of them enter the vote inside
                 why_not += self._set_up_eager_fusion(options_of(communicator))
             wanted = communicator.max_preferred_tokens > 0
             about_linear = linear.about_linear(communicator, "vLLM", "norms are not fused", 0) if wanted else ""
@@ -382,7 +413,8 @@ class LlmCommCommunicator(CudaCommunicator):  # type: ignore[misc]
         return f"; fused with RMSNorm in compiled graphs{sizes}{about_linear}{fusion.keep_theirs(False)}"
 
     def _serve_flashinfer(self, communicator: Communicator) -> bool:
-        """Has llm_comm compute norms that vLLM fuses by FlashInfer, on all ranks or on none; whether it does."""
+        """Serve vLLM's calls of FlashInfer's fused all-reduce, on all ranks or on none. Return whether norms are
+        served."""
         why_not = self._objection(fusion.why_not_flashinfer() or TABLE.attempt(FLASHINFER), "FlashInfer")
         if why_not is not None:
             logger.debug("llm_comm: norms of FlashInfer are left alone: %s", why_not)
@@ -393,7 +425,7 @@ class LlmCommCommunicator(CudaCommunicator):  # type: ignore[misc]
         return fuses
 
     def _set_up_eager_fusion(self, config: EngineOptions) -> str:
-        """The same for models that are not compiled, on all ranks or on none."""
+        """Fuse norms of models that vLLM does not compile, on all ranks or on none. Return text for the start line."""
         why_not = self._objection(fusion.why_not_fused_eagerly(config), "norms outside compiled graphs")
         functions = f"{seams.FUNCTION} or {seams.GEMMA_FUNCTION}"
         if why_not is not None:
@@ -402,7 +434,8 @@ class LlmCommCommunicator(CudaCommunicator):  # type: ignore[misc]
         return f" (it is in models that call {functions})"
 
     def _set_up_invariant_linear(self, communicator: Communicator) -> str:
-        """The same for layers whose bits must not depend on their batch, compiled or not."""
+        """With ``batch_invariant_linear``: compute linear layers in batch-invariant mode, on all ranks or on none.
+        Return text for the start line."""
         if options_of(communicator).batch_invariant_linear == "engine":
             return ""
         why_not = self._objection(fusion.why_not_invariant_linear(), "linear layers")
@@ -415,7 +448,8 @@ class LlmCommCommunicator(CudaCommunicator):  # type: ignore[misc]
         return linear.LINEAR_AT_EVERY_SIZE
 
     def _set_up_linear(self, communicator: Communicator) -> str:
-        """The same for operators with linear layers."""
+        """Choose whether compiled graphs get operators with linear layers, alike on all ranks, and measure layers that
+        no table has. Return text for the start line."""
         tokens, found = 0, ""
         why_not = linear.why_not_any(communicator)  # the same on all ranks
         if why_not is None:
@@ -435,7 +469,7 @@ class LlmCommCommunicator(CudaCommunicator):  # type: ignore[misc]
 
 
 def _show_log() -> None:
-    """Lets what llm_comm itself logs come out as vLLM's messages do."""
+    """Give the library's own logger the handlers of vLLM, so that its messages appear in vLLM's log."""
     ours = logging.getLogger("llm_comm")
     if not ours.handlers:
         for handler in logging.getLogger("vllm").handlers:

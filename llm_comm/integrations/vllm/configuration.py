@@ -1,4 +1,4 @@
-"""The options of llm_comm in vLLM, and which of vLLM's groups they make llm_comm serve."""
+"""Options of llm_comm in vLLM, the groups that llm_comm serves under them, and the model that is to be loaded."""
 
 from __future__ import annotations
 
@@ -25,21 +25,25 @@ from llm_comm.runtime.devices import find_table, limits_of
 logger = logging.getLogger("vllm.llm_comm")
 
 SECTION = "llm_comm"
-#: Groups in whose name the models sum activations. Others gather and scatter alone (``only_gathers``), or do neither.
+#: Kinds of groups whose all-reduces llm_comm serves. Other kinds use all-gather and reduce-scatter only
+#: (``only_gathers``), or are not served.
 GROUPS = ("tp", "dcp")
-#: Compute capability.
+#: First compute capability with programmatic dependent launch (PDL).
 _FIRST_WITH_PDL = 90
 
 
 def why_not() -> str | None:
-    """Why the current configuration of vLLM rules llm_comm out on all ranks, if it does."""
+    """Return the reason why vLLM's configuration rules llm_comm out on all ranks, or None.
+
+    Option ``untested`` is passed on to the table of seams here, before features are checked.
+    """
     vllm_config = get_current_vllm_config_or_none()
     if vllm_config is None:
         return None
     if vllm_config.parallel_config.enable_elastic_ep:
         return "elastic expert parallelism insists on vLLM's own communicator"
     section = _section(vllm_config)
-    with contextlib.suppress(ConfigError):  # told when the ranks join
+    with contextlib.suppress(ConfigError):  # ``join`` reports a wrong option on all ranks
         TABLE.untested = _options(vllm_config).untested
     if isinstance(section, dict) and section.get("enable") is False:
         return f"enable is false in additional_config[{SECTION!r}]"
@@ -47,10 +51,12 @@ def why_not() -> str | None:
 
 
 def load_config() -> EngineOptions:
-    """The options: defaults < LLM_COMM_CONFIG < LLM_COMM_* < ``additional_config["llm_comm"]`` of vLLM.
+    """Return the options of this rank, with the defaults and changes that vLLM needs.
+
+    Precedence: defaults < LLM_COMM_CONFIG < LLM_COMM_* < ``additional_config["llm_comm"]`` of vLLM.
 
     Raises:
-        ConfigError: A value that is not allowed, or a file that cannot be read.
+        ConfigError: A value is not allowed, or the file cannot be read.
     """
     vllm_config = get_current_vllm_config_or_none()
     config = _options(vllm_config)
@@ -62,10 +68,10 @@ def load_config() -> EngineOptions:
 
 
 def _options(vllm_config: Any) -> EngineOptions:
-    """The options of the operator, as of ``load_config``.
+    """Return the options that the operator has set, without the changes of ``load_config``.
 
     Raises:
-        ConfigError: As of ``load_config``.
+        ConfigError: A value is not allowed, the file cannot be read, or the section of additional_config is no mapping.
     """
     config = engine_config.load(logger)
     section = {} if vllm_config is None else _section(vllm_config)
@@ -83,8 +89,7 @@ def _options(vllm_config: Any) -> EngineOptions:
 
 
 def served_groups(config: EngineOptions) -> list[str]:
-    """The groups of this process that llm_comm serves under ``config`` and the current configuration of vLLM, in the
-    order in which they are made."""
+    """Return the kinds of this process's groups that llm_comm serves, in the order of their creation."""
     vllm_config = get_current_vllm_config_or_none()
     if vllm_config is None:
         return []
@@ -101,28 +106,28 @@ def served_groups(config: EngineOptions) -> list[str]:
 
 
 def is_alone() -> bool:
-    """Return whether the engine is the only one, so that all groups are of one engine."""
+    """Return whether there is one engine (no data parallelism), so that no group has ranks of several engines."""
     vllm_config = get_current_vllm_config_or_none()
     return vllm_config is None or vllm_config.parallel_config.data_parallel_size == 1
 
 
 def _section(vllm_config: Any) -> Any:
-    # A platform plugin may have put an object of its own there.
+    # A platform plugin may have replaced the dictionary by an object of its own.
     additional = vllm_config.additional_config
     return additional.get(SECTION, {}) if isinstance(additional, dict) else {}
 
 
 def only_gathers(kind: str) -> bool:
-    """Return whether groups of ``kind`` gather and scatter by llm_comm, and sum nothing."""
+    """Return whether llm_comm serves all-gathers and reduce-scatters of groups of ``kind``, and no all-reduces."""
     return TABLE.why_not(seams.GATHERING) is None and gathering.only_gathers(kind)
 
 
 def choose_pdl(config: EngineOptions, device: torch.device, world_size: int) -> EngineOptions:
-    """``config`` with ``pdl`` off, unless it was set or linear layers are to be computed by llm_comm.
+    """Return ``config`` with ``pdl`` off, unless the operator has set it or llm_comm will compute linear layers.
 
-    Behind and before the kernels of a model dependent launches cost 0.7 to 1 % (docs/experiments/engines.md). Linear
-    layers of llm_comm gain more by them (docs/experiments/linear.md). The same on all ranks that have the same options
-    and device.
+    Dependent launches between the kernels of a model cost 0.7 to 1 % of a decode step (docs/experiments/engines.md).
+    Linear layers of llm_comm gain more than that (docs/experiments/linear.md). Ranks with equal options and devices
+    decide alike.
 
     Raises:
         ConfigError: The tuning table cannot be used.
@@ -142,8 +147,10 @@ def choose_pdl(config: EngineOptions, device: torch.device, world_size: int) -> 
 
 
 def _is_known_to_gain(config: EngineOptions, device: torch.device, rows: Sequence[LayerRow], world_size: int) -> bool:
-    """Whether some layer of the model is preferred with dependent launches, or will be measured with them: layers are
-    llm_comm's in compiled graphs whose norms are fused."""
+    """Return whether some layer of the model is preferred with dependent launches, or will be measured with them.
+
+    llm_comm computes layers only in compiled graphs with fused norms, so other modes never gain.
+    """
     mode = get_current_vllm_config_or_none().compilation_config.mode
     if not config.fuse or mode != CompilationMode.VLLM_COMPILE:
         return False
@@ -156,8 +163,8 @@ def _is_known_to_gain(config: EngineOptions, device: torch.device, rows: Sequenc
 
 
 def _outputs_before_norms() -> int | None:
-    """Of the layers in front of all-reduces, by which a model is known before its layers are made; None: no model, or
-    none that is known here, whose norms and layers are vLLM's then (``fusion.py``, which also says so)."""
+    """Return the hidden size: the outputs of the layers before all-reduces. It identifies a model in a tuning table
+    before the model's layers exist. None if there is no model, or if vLLM cannot tell its hidden size."""
     try:
         model = get_current_vllm_config_or_none().model_config
         return None if model is None else int(model.get_hidden_size())
@@ -166,15 +173,16 @@ def _outputs_before_norms() -> int | None:
 
 
 def layers(world_size: int) -> tuple[Layer, ...]:
-    """The linear layers of the current model that llm_comm may compute on a rank, as far as its config.json tells:
-    before there are any."""
+    """Return the linear layers of the current model that llm_comm can compute on one rank, according to the model's
+    config.json. The layers themselves need not exist yet."""
     found = model()
     layers = () if found is None else layers_of(found, world_size)
     return tuple(layer for layer in layers if not layer.why_not)
 
 
 def model() -> Model | None:
-    """The current model by its config.json; None: there is none, or none that is known here."""
+    """Return the current model as its config.json describes it; None if there is none, or if llm_comm does not know
+    the architecture."""
     try:
         theirs = get_current_vllm_config_or_none().model_config
         return of_config(theirs.hf_config.to_dict(), quantization=theirs.quantization)

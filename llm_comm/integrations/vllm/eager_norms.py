@@ -1,12 +1,12 @@
-"""Models that vLLM does not compile, and that leave sums to the norms behind them by a function of vLLM's.
+"""Fused norms of models that vLLM does not compile: replacement of vLLM's ``fused_allreduce_rms_norm``.
 
-``fused_allreduce_rms_norm(hidden_states, residual, norm)`` takes FlashInfer's kernel where there is one, and else sums
-and norms one after the other. DeepSeek-V3.2, models that share its layers (GLM, Dots3-Note), and a draft model of
-Kimi-K3 call it; MiniMax-M3 calls ``fused_allreduce_gemma_rms_norm``, which takes a GemmaRMSNorm. vLLM 0.33 runs them
-without torch.compile, in CUDA graphs with breaks (``DEFAULT_BREAKABLE_CUDAGRAPH_ARCHITECTURES``): the passes of
-``fusion_pass.py`` do not see them. Here both functions ask llm_comm first.
+vLLM's function runs FlashInfer's fused kernel if it is installed, otherwise the all-reduce and the norm one after the
+other. DeepSeek-V3.2, models that share its layers (GLM, Dots3-Note), and a draft model of Kimi-K3 call it. MiniMax-M3
+calls ``fused_allreduce_gemma_rms_norm``, which takes a GemmaRMSNorm. vLLM 0.33 runs these models without torch.compile
+(``DEFAULT_BREAKABLE_CUDAGRAPH_ARCHITECTURES``), so the passes of ``fusion_pass.py`` cannot fuse them. The replacement
+of both functions tries llm_comm first.
 
-Models import the function by its name, some before a communicator is made: ``seams.replace`` tells them too.
+Models import the functions by name, some before a communicator exists. ``seams.replace`` replaces those names too.
 """
 
 from __future__ import annotations
@@ -21,11 +21,12 @@ from vllm.model_executor.layers.layernorm import GemmaRMSNorm, RMSNorm
 def fused_allreduce_rms_norm(
     theirs: Any, hidden_states: torch.Tensor, residual: torch.Tensor, norm: Any
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    # What is compiled after all keeps what vLLM puts there.
+    """Replacement of both functions: use llm_comm if it serves the norm and the batch, else vLLM's function."""
+    # A graph that is compiled keeps vLLM's function.
     weight_bias = None if torch.compiler.is_compiling() else _weight_bias_of(norm)
     if weight_bias is not None:
         ours = get_tp_group().device_communicator
-        # The same on all ranks: it depends on the shape of the batch.
+        # All ranks decide alike, since the decision depends on the shape of the batch alone.
         if getattr(ours, "fuses_eagerly", False) and hidden_states.nbytes <= ours.max_fused_bytes:
             result = ours.all_reduce_add_rms_norm(
                 hidden_states, residual, norm.weight.data, norm.variance_epsilon, weight_bias, None
@@ -36,7 +37,7 @@ def fused_allreduce_rms_norm(
 
 
 def _weight_bias_of(norm: Any) -> float | None:
-    """Return what ``norm`` adds to its weights; None where it computes what the fused kernel does not."""
+    """Return the constant that ``norm`` adds to its weights; None if the fused kernel cannot compute ``norm``."""
     if type(norm) is GemmaRMSNorm:
         return 1.0
     is_plain = type(norm) is RMSNorm and norm.variance_size_override is None and bool(norm.has_weight)

@@ -1,4 +1,7 @@
-"""Whether vLLM's compiler puts all-reduces and the norms after them into one operator, and what it needs for that."""
+"""Decisions about fusion in vLLM: conditions for fused norms and linear layers, and the set-up of vLLM's compiler.
+
+Functions named ``why_not_*`` return the reason against a feature as text for the start line, or None.
+"""
 
 from __future__ import annotations
 
@@ -19,13 +22,13 @@ from llm_comm.planning.tables import FUSED
 
 
 def keep_theirs(is_served: bool) -> str:
-    """Keep vLLM's fusion of an all-reduce with the norm after it if ``is_served``, else turn it off. Returns what to
-    log.
+    """Keep vLLM's own fusion pass (``fuse_allreduce_rms``) if ``is_served``, else switch it off. Return text for the
+    start line.
 
-    With FlashInfer installed, vLLM fuses at decode sizes by default. Where llm_comm does not serve the calls of
-    FlashInfer, none of these all-reduces would come here, nor to the passes of llm_comm: an operator who switches
-    ``fuse`` off wants sums by llm_comm and norms by vLLM, and one who wants vLLM's fusion switches llm_comm off. The
-    passes are made when the model is compiled, later than this.
+    With FlashInfer installed, vLLM fuses all-reduces of decode sizes with norms by default. Unless llm_comm serves
+    FlashInfer's calls, those all-reduces would bypass llm_comm and its passes. The pass is switched off even with
+    ``fuse`` off: then all-reduces use llm_comm and norms are vLLM's. vLLM makes its passes later, when it compiles the
+    model, so the change takes effect.
     """
     vllm_config = get_current_vllm_config_or_none()
     if vllm_config is None or TABLE.why_not(seams.THEIR_FUSION) is not None:
@@ -39,19 +42,21 @@ def keep_theirs(is_served: bool) -> str:
 
 
 def why_not_flashinfer() -> str | None:
-    """Why llm_comm does not compute norms that vLLM fuses by FlashInfer, if so."""
+    """Return the reason why llm_comm does not serve vLLM's calls of FlashInfer, or None."""
     if envs.VLLM_BATCH_INVARIANT:
         return "a norm must not depend on the size of its batch, and FlashInfer's are of some sizes"
     return None
 
 
-#: What ``why_not_fused`` says of models for which ``eager_norms.py`` can be of use.
+#: Result of ``why_not_fused`` for models that are not compiled. ``eager_norms.py`` may fuse their norms.
 NOT_COMPILED = "vLLM does not compile the model"
 
 
 def why_not_fused(config: EngineOptions) -> str | None:
-    """Makes ready for compiled graphs that hold the fused operator; nothing changes yet. Returns why there are to be
-    none, if so."""
+    """Prepare fused norms in compiled graphs, and return the reason why they are off, or None.
+
+    vLLM's pass manager is replaced, but the replacement changes no graph until ``fuses`` of the communicator is set.
+    """
     return _switched_off(config) or TABLE.attempt(seams.NORMS, partial(_why_not_compiled, config))
 
 
@@ -60,6 +65,7 @@ def _switched_off(config: EngineOptions) -> str | None:
 
 
 def _why_not_compiled(config: EngineOptions) -> str | None:
+    """Return the reason why options or model rule fused norms in compiled graphs out, or None. Import the passes."""
     from vllm.config import CompilationMode
 
     vllm_config = get_current_vllm_config_or_none()
@@ -74,8 +80,8 @@ def _why_not_compiled(config: EngineOptions) -> str | None:
     why_not = _why_not_kept_apart(vllm_config)
     if why_not is not None:
         return why_not
-    # The operators, which graphs from the cache need as well. The pass too, which is needed later: all ranks are to
-    # have it, or none.
+    # Import the operators here, because graphs from vLLM's cache call them without running a pass. Import the pass too:
+    # an import that fails later would fail after the vote, on this rank alone.
     from llm_comm.integrations.vllm import fusion_pass, operators  # noqa: F401
 
     return _why_not_of_this_model(vllm_config.model_config) or (
@@ -84,8 +90,8 @@ def _why_not_compiled(config: EngineOptions) -> str | None:
 
 
 def why_not_fused_eagerly(config: EngineOptions) -> str | None:
-    """Of a model that is not compiled: has vLLM's function for an all-reduce and a norm ask llm_comm. Returns why it
-    does not, if so."""
+    """Replace ``fused_allreduce_rms_norm`` for models that are not compiled. Return the reason why it is not replaced,
+    or None."""
     if envs.VLLM_BATCH_INVARIANT:
         return "a norm must not depend on the size of its batch, and the function takes the sizes that are left to it"
     return _switched_off(config) or TABLE.attempt(seams.EAGER_NORMS, _why_not_eager_norms)
@@ -98,7 +104,7 @@ def _why_not_eager_norms() -> str | None:
 
 
 def _why_not_of_this_model(model: Any) -> str | None:
-    """Why the fused kernel would decline every message of a model, if it would. None is no model."""
+    """Return the reason why the fused kernel would decline every message of ``model``, or None."""
     if model is None:
         return None
     if model.dtype not in (torch.bfloat16, torch.float16):
@@ -107,13 +113,15 @@ def _why_not_of_this_model(model: Any) -> str | None:
 
 
 def _why_not_in_all_batches(config: EngineOptions, vllm_config: Any) -> str | None:
-    """Why the norms of some batches would be vLLM's, if so: their bits differ from those of llm_comm's, and so would a
-    token's result in one batch from that in another."""
+    """Return the reason why vLLM would compute the norms of some batches, or None.
+
+    vLLM's norms round differently, so a token's result would depend on its batch.
+    """
     compilation, model = vllm_config.compilation_config, vllm_config.model_config
-    if getattr(compilation.pass_config, "enable_sp", False):  # vLLM 0.33 has none
+    if getattr(compilation.pass_config, "enable_sp", False):  # vLLM 0.33 does not have this option
         return "sequence parallelism (enable_sp) scatters large batches before their norms, which are vLLM's"
     if compilation.compile_sizes:
-        # Where a size is a number in the graph, a pattern may not match that does where it is a symbol.
+        # A pattern may match a graph with symbolic sizes, and not the graph of one size, where sizes are numbers.
         return f"compile_sizes is {compilation.compile_sizes}, and graphs of one size may keep a norm of vLLM's"
     if model is not None and model.is_encoder_decoder:
         return "vLLM runs a model with an encoder past its compiled graphs where the encoder has inputs"
@@ -121,47 +129,53 @@ def _why_not_in_all_batches(config: EngineOptions, vllm_config: Any) -> str | No
 
 
 def why_not_linear() -> str | None:
-    """What of vLLM rules linear layers of llm_comm out, if something does: norms are fused all the same."""
+    """Return the reason why llm_comm cannot compute linear layers in compiled graphs, or None. Norms stay fused."""
     return TABLE.attempt(seams.LINEAR, _import_linear_passes, _why_not_weights)
 
 
 def _import_linear_passes() -> None:
-    # All ranks are to have them, or none.
+    # Import before the vote: an import that fails later would fail on this rank alone.
     from llm_comm.integrations.vllm import linear_passes  # noqa: F401
 
 
 def why_not_invariant_linear() -> str | None:
-    """Makes ready for layers whose bits must not depend on their batch; nothing changes yet. Returns why they cannot be
-    llm_comm's, if so."""
+    """Replace vLLM's method for unquantized layers in batch-invariant mode, and return the reason why not, or None.
+
+    The replacement calls vLLM's method until ``computes_all_batches`` of the communicator is set.
+    """
     config = get_current_vllm_config_or_none()
     return TABLE.attempt(seams.INVARIANT_LINEAR, partial(_why_not_kept_apart, config), _why_not_weights)
 
 
 def _why_not_kept_apart(vllm_config: Any) -> str | None:
-    """Why vLLM cannot tell compiled graphs with llm_comm's operators from those without, if so."""
+    """Return the reason why vLLM's cache cannot separate compiled graphs with llm_comm's operators from others, or
+    None."""
     if not isinstance(vllm_config.additional_config, dict):
         return f"additional_config is of {type(vllm_config.additional_config)}"
     if vllm_config.compilation_config.cache_dir:
-        # The graphs in there are taken whatever they hold, also by a vLLM without llm_comm and so without its operator.
+        # vLLM loads graphs from a given directory without comparing keys. So a vLLM without llm_comm would load graphs
+        # that call operators that it does not have.
         return "vLLM tells graphs with and without it apart by their directory, and compilation_config.cache_dir is set"
     return None
 
 
 def _why_not_weights() -> str | None:
-    """Why weights are not where llm_comm's kernel may read them, if so."""
+    """Return the reason why llm_comm's kernel may not read the weights, or None."""
     offload = get_current_vllm_config_or_none().offload_config
     if offload.uva.cpu_offload_gb > 0 or offload.prefetch.offload_group_size > 0:
-        # The kernel reads a weight before those ahead have ended, and so maybe before it has come.
+        # The kernel reads a weight while earlier kernels still run, so possibly before the weight has been copied in.
         return "weights lie in the host's memory (cpu_offload_gb, offload_group_size)"
     return None
 
 
 def max_linear_tokens(communicator: Communicator, max_fused_bytes: int) -> int:
-    """The largest batch, in tokens, whose linear layers go into operators of llm_comm: its norms must be fused.
+    """Return the largest batch, in tokens, whose linear layers go into operators of llm_comm; 0: none.
+
+    The norms of such a batch must be fused as well.
 
     Args:
-        communicator: Of the group whose all-reduces are fused.
-        max_fused_bytes: Larger messages keep their norms apart.
+        communicator: Communicator of the group whose all-reduces are fused.
+        max_fused_bytes: Maximum message size of fused norms.
     """
     fused = compiled_graphs.max_fused_tokens(get_current_vllm_config_or_none(), max_fused_bytes)
     preferred = communicator.max_preferred_tokens
@@ -169,18 +183,18 @@ def max_linear_tokens(communicator: Communicator, max_fused_bytes: int) -> int:
 
 
 def prepare_compiler(max_fused_bytes: int, max_linear_tokens: int, linear_key: str) -> None:
-    """Has vLLM compile graphs for what is fused and for larger batches apart, and keep them apart from those of others.
+    """Have vLLM compile separate graphs for batches that are fused and for larger ones, with a cache key of their own.
 
-    A graph for all sizes would have the largest ones take the operators as well, which then do one by one what inductor
-    would have generated one kernel for.
+    In one graph for all batches, large batches would call the operators too. An operator that declines runs unfused,
+    where inductor would have generated one kernel for the norm.
 
     Args:
-        max_fused_bytes: Larger messages keep their norms apart.
-        max_linear_tokens: The same of linear layers; 0: all of them are vLLM's.
+        max_fused_bytes: Maximum message size of fused norms.
+        max_linear_tokens: Largest batch of linear layers by llm_comm, in tokens; 0: vLLM computes all of them.
         linear_key: ``compiled_graphs.preferred_layers`` of the group whose all-reduces are fused.
     """
     vllm_config = get_current_vllm_config_or_none()
-    # What vLLM keeps compiled graphs under is made of its configuration. additional_config is the part for plugins.
+    # vLLM's cache key is a hash of its configuration. additional_config is the part of it that plugins may change.
     mark = {compiled_graphs.MARK: compiled_graphs.value(max_fused_bytes, max_linear_tokens, linear_key)}
     vllm_config.additional_config = {**vllm_config.additional_config, **mark}
     endpoints = compiled_graphs.new_endpoints(vllm_config, max_fused_bytes, max_linear_tokens)

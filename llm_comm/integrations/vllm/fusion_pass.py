@@ -1,15 +1,15 @@
-"""A pass of vLLM's compiler: all-reduce, residual add and RMSNorm become one operator (``operators.py``); and the pass
-manager that runs it among vLLM's own.
+"""Compiler pass for vLLM that fuses all-reduce, residual add and RMSNorm, and the pass manager that runs it.
 
-The pass matches any epsilon, and one group, that of tensor parallelism. Norms of Gemma, whose graphs hold
-``weight.float() + 1``, are matched with the parameter itself. The pass does not match what llm_comm does not compute:
-weights of another dtype than the activations, norms without weights or over a part of the row.
+The pass replaces the three nodes by one operator (``operators.py``). It matches any epsilon, but only the
+tensor-parallel group. Graphs of Gemma's norms have ``weight.float() + 1``; the operator gets the parameter itself. The
+pass leaves norms alone that llm_comm cannot compute: with weights of another dtype than the activations, without
+weights, or over a part of the row.
 
-vLLM has a pass that fuses all-reduces with norms by FlashInfer (``AllReduceFusionPass``), which goes past the
-communicator and is off while llm_comm is active. Ours stand in its place: after the passes that tidy the graph, before
-those that fuse norms with quantization, which go on to work on what they leave. They come in through the platform,
-which names the class of the pass manager: passes that an operator adds (``inductor_passes``) run too late, behind the
-fusions with quantization.
+vLLM's ``AllReduceFusionPass`` fuses all-reduces with norms by FlashInfer. It bypasses the communicator and is off while
+llm_comm's passes are active. llm_comm's passes run at its position: after the passes that simplify the graph, and
+before the passes that fuse norms with quantization, which then work on the remaining norms. The platform names the
+class of the pass manager, so llm_comm replaces that class. Passes that users add (``inductor_passes``) would run too
+late, after the fusions with quantization.
 """
 
 from __future__ import annotations
@@ -31,20 +31,22 @@ from llm_comm.integrations.vllm.fusion_patterns import patterns
 from llm_comm.integrations.vllm.graph_layers import DTYPES
 from llm_comm.operations.fp8 import GROUP_SIZE
 
-# Stands for any epsilon: numbers of this value become wildcards in a pattern. No pattern holds it for another reason.
+# Placeholder for epsilon: numbers of this value become wildcards in a pattern. No pattern may contain it otherwise.
 _ANY_EPSILON = 1.0e-5 / 3.0
 try:
     from vllm.compilation.passes.fusion.add_rms_fusion import AddRMSNormFusionPass as _AddNormPass
-except ImportError:  # before 0.33
+except ImportError:  # vLLM 0.26 does not have this pass
     _AddNormPass = None
 
-#: Passes of vLLM that go first: they remove what would hide a pattern, or replace all-reduces altogether.
+#: Passes of vLLM that must run before llm_comm's: they remove nodes that would hide a pattern, or replace all-reduces.
 BEFORE_OURS = ("NoOpEliminationPass", "SequenceParallelismPass", "AsyncTPPass", "AddRMSNormFusionPass")
 
 
 class AllReduceNormPass(VllmPatternMatcherPass):  # type: ignore[misc]
-    """Replaces all-reduce + RMSNorm, with or without residual, with or without FP8 quantization: static, or by groups
-    of 128."""
+    """Pass that replaces all-reduce + RMSNorm, with or without residual add, by llm_comm's fused operator.
+
+    FP8 quantization after the norm is fused too, if it is static per tensor or by groups of 128.
+    """
 
     def __init__(self, config: VllmConfig) -> None:
         super().__init__(config)
@@ -80,7 +82,7 @@ class AllReduceNormPass(VllmPatternMatcherPass):  # type: ignore[misc]
             )
 
     def is_applicable_for_range(self, compile_range: Range) -> bool:
-        """Larger batches keep their all-reduces, and the kernels that inductor generates for their norms."""
+        """Return whether all batches of a graph are small enough to be fused. Larger ones keep inductor's kernels."""
         return self._max_tokens is None or compile_range.end <= self._max_tokens
 
     def uuid(self) -> str:
@@ -88,7 +90,7 @@ class AllReduceNormPass(VllmPatternMatcherPass):  # type: ignore[misc]
 
 
 def _computes_the_same_of_groups(match: pm.Match) -> bool:
-    """The same where the norm is quantized by groups."""
+    """Return whether the operator with quantization by groups computes a match: checks of shapes and dtypes."""
     values = _operands(match)
     if values is None:
         return False
@@ -102,7 +104,7 @@ def _computes_the_same_of_groups(match: pm.Match) -> bool:
 
 
 def _computes_the_same(match: pm.Match) -> bool:
-    """Whether llm_comm's operator stands for the nodes of this match, which fit but for shapes and dtypes."""
+    """Return whether the operator without quantization by groups computes a match: checks of shapes and dtypes."""
     values = _operands(match)
     if values is None:
         return False
@@ -112,7 +114,7 @@ def _computes_the_same(match: pm.Match) -> bool:
 
 
 def _operands(match: pm.Match) -> dict[str, torch.Tensor] | None:
-    """Those of a match, by name; None where one is no tensor: a norm without weights."""
+    """Return the tensors of a match by name; None if one is no tensor, as the weight of a norm without weights."""
     given = {name: match.kwargs[name] for name in ("x", "residual", "weight", "scale") if name in match.kwargs}
     if not all(isinstance(node, torch.fx.Node) for node in given.values()):
         return None
@@ -130,7 +132,8 @@ def _norms_the_same(values: dict[str, torch.Tensor]) -> bool:
 
 
 class LlmCommPassManager(PostGradPassManager):  # type: ignore[misc]
-    """Its ``uuid`` is made of those of the passes, so it covers ours."""
+    """vLLM's pass manager with the passes of llm_comm. Its ``uuid`` is made of those of all passes, so that of
+    llm_comm's passes is part of vLLM's cache key."""
 
     def configure(self, config: VllmConfig) -> None:
         super().configure(config)
@@ -144,16 +147,20 @@ class LlmCommPassManager(PostGradPassManager):  # type: ignore[misc]
 
 
 def _linear_passes(config: VllmConfig) -> list[Any]:
-    """Each works on what the passes before it leave. All ranks have them: ``fusion.why_not_linear`` has looked."""
+    """Return the passes of linear layers, in the order in which they must run.
+
+    The import cannot fail on one rank alone: ``fusion.why_not_linear`` has tried it before the ranks voted.
+    """
     from llm_comm.integrations.vllm.linear_passes import ColumnLinearPass, LinearNormPass
 
     return [LinearNormPass(config), ColumnLinearPass(config)]
 
 
 def _makes_norms(config: VllmConfig, there: list[str]) -> list[Any]:
-    """The pass that makes vLLM's norms of those of transformers, which has a backend for models that vLLM lacks.
+    """Return vLLM's pass that turns norms of transformers into vLLM's norms, if it must be added.
 
-    vLLM 0.33 has it, where another pass needs it; the one that llm_comm stands in for is off.
+    Models on the transformers backend contain norms of transformers, which llm_comm's patterns do not match. vLLM 0.33
+    adds this pass if another pass needs it, but the fusion pass that would need it is off.
     """
     if _AddNormPass is None or _AddNormPass.__name__ in there or config.model_config is None:
         return []

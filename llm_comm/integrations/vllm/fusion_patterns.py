@@ -1,4 +1,4 @@
-"""What ``fusion_pass.py`` searches for in a graph of vLLM's, and what it puts in its place."""
+"""Patterns of ``fusion_pass.py``: nodes in vLLM's graphs, and the operators that replace them."""
 
 from __future__ import annotations
 
@@ -26,23 +26,27 @@ _VLLM_QUANTIZATION = torch.ops._C.per_token_group_fp8_quant.default
 
 
 class Pattern(NamedTuple):
-    """What is searched for, what takes its place, and example arguments but for epsilon, the last one of both."""
+    """Pattern for torch's matcher: function to search for, replacement, and example arguments of both.
+
+    The last argument of both functions is epsilon, which the examples leave out.
+    """
 
     search: Callable[..., Any]
     replacement: Callable[..., Any]
     examples: list[torch.Tensor]
-    #: Whether ``scale`` is memory for scales of groups, rather than the scale of a static quantization.
+    #: Whether argument ``scale`` is the output buffer for scales of groups. Otherwise it is the scale of a static
+    #: quantization.
     has_groups: bool = False
 
 
 def patterns(group: str, device: str | None) -> Iterator[Pattern]:
-    """All of them, the larger ones first: the matcher takes the first that fits."""
+    """Yield all patterns, the larger ones first: the matcher takes the first that fits."""
     for weight_bias in (0.0, 1.0):
         yield from _patterns(group, device, weight_bias)
 
 
 def _patterns(group: str, device: str | None, weight_bias: float) -> Iterator[Pattern]:
-    """Patterns of norms with one ``weight_bias``: 1 for norms of Gemma, 0 for others."""
+    """Yield the patterns of norms with one ``weight_bias``: 1 for norms of Gemma, 0 for others."""
     x, residual = (torch.empty(5, 16, dtype=torch.bfloat16, device=device) for _ in range(2))
     weight = torch.empty(16, dtype=torch.bfloat16, device=device)
     quantize = MatcherQuantFP8(kFp8StaticTensorSym)
@@ -77,7 +81,7 @@ def _patterns(group: str, device: str | None, weight_bias: float) -> Iterator[Pa
         return all_reduce_add_rms_norm(x, None, weight, epsilon, weight_bias, scale, group)
 
     yield from _group_patterns(group, weight_bias, x, residual, weight)
-    # Where nobody needs the residual, as at the end of a model, it is not among the outputs of the norm.
+    # Patterns with ``_first_of`` match graphs in which the new residual is not used, as after the last layer.
     yield Pattern(add_norm_quant, fused_add_norm_quant, [x, residual, weight, scale])
     yield Pattern(_first_of(add_norm_quant), _first_of(fused_add_norm_quant), [x, residual, weight, scale])
     yield Pattern(norm_quant, fused_norm_quant, [x, weight, scale])
@@ -87,17 +91,17 @@ def _patterns(group: str, device: str | None, weight_bias: float) -> Iterator[Pa
 
 
 def _biased(weight: Any, weight_bias: float) -> Any:
-    """The weights that vLLM's norm is given: as they are, or as by GemmaRMSNorm."""
+    """Return the weights as vLLM passes them to its norm: unchanged, or with GemmaRMSNorm's addend."""
     return weight if weight_bias == 0 else weight.float() + weight_bias
 
 
 def _group_patterns(
     group: str, weight_bias: float, x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor
 ) -> Iterator[Pattern]:
-    """Those with a quantization by groups: one for each way in which vLLM's layers want scales.
+    """Yield the patterns with FP8 quantization by groups, for each layout of scales that vLLM's layers use.
 
-    The memory for scales is an argument, as in vLLM's own patterns (``rms_quant_fusion.py``): however it was made, the
-    operator's scales take its place.
+    The buffer for scales is an argument, as in vLLM's own patterns (``rms_quant_fusion.py``). So a pattern matches
+    however the buffer was allocated; the operator returns a new tensor of scales in its place.
     """
     scale = torch.empty(1, 1, device=x.device)
     for by_columns, for_tma in ((False, False), (True, False), (True, True)):

@@ -1,9 +1,9 @@
-"""vLLM's CUDA communicator with llm_comm in front of its all-gathers and reduce-scatters.
+"""All-gathers and reduce-scatters of vLLM's CUDA communicator, served by llm_comm where it accepts them.
 
-All of vLLM's ways end in these methods: ``torch.ops.vllm.all_gather`` and ``reduce_scatter`` of a group (logits,
-linears split by columns, sequence and context parallelism), and the exchange of tokens between experts by all-gather
-and reduce-scatter (``AgRsAll2AllManager``), which calls ``all_gatherv`` and ``reduce_scatterv``. The operators around
-them are opaque to torch.compile.
+Two kinds of callers end in the methods below. ``torch.ops.vllm.all_gather`` and ``reduce_scatter`` serve logits,
+column-parallel linear layers, and sequence and context parallelism. ``AgRsAll2AllManager``, which exchanges tokens
+between experts, calls ``all_gatherv`` and ``reduce_scatterv``. vLLM's operators around these calls are opaque to
+torch.compile.
 """
 
 from __future__ import annotations
@@ -17,20 +17,21 @@ from vllm.distributed.device_communicators.cuda_communicator import CudaCommunic
 
 from llm_comm.integrations.parts import Parts
 
-#: Names of the exchange of tokens that gathers and scatters; the others have kernels of their own.
+#: Values of ``all2all_backend`` that exchange tokens by all-gather and reduce-scatter. Other backends have own kernels.
 _EXCHANGES = ("naive", "allgather_reducescatter")
 
 
 def only_gathers(kind: str) -> bool:
-    """Whether groups of a kind gather and scatter under the current configuration, and sum nothing.
+    """Return whether groups of ``kind`` use all-gather and reduce-scatter, and no all-reduce, in vLLM's configuration.
 
-    Each group that llm_comm serves takes memory, and the one of experts is made for every model that has some.
+    The answer must be exact: each group that llm_comm serves takes memory, and vLLM makes the group "ep" for every
+    model with experts, whether the group is used or not.
     """
     vllm_config = get_current_vllm_config_or_none()
     if vllm_config is None:
         return False
     if kind == "pcp":
-        return True  # of more than one rank only where prefills are split
+        return True  # this group has several ranks only if prefills are split
     model, parallel = vllm_config.model_config, vllm_config.parallel_config
     if parallel.all2all_backend not in _EXCHANGES or not (model is None or model.is_moe):
         return False
@@ -41,23 +42,24 @@ def only_gathers(kind: str) -> bool:
 
 
 def gathering(kind: type) -> type:
-    """Return ``kind``, a class of communicators, with the methods below in front of its own.
+    """Return a subclass of communicator class ``kind`` whose all-gathers and reduce-scatters try llm_comm first.
 
-    A communicator gets this class once its ranks have agreed: methods of a release that llm_comm does not know are not
+    A communicator changes to this class after its ranks have agreed. So in a release with unknown methods nothing is
     overridden.
     """
     return type(kind.__name__, (_Gathering, kind), {})
 
 
-# Its base is vLLM's for the methods that follow it in the classes of ``gathering``.
+# The base class only declares the methods. In the classes that ``gathering`` makes, ``kind`` comes next in the method
+# resolution order, so ``super()`` finds the methods of ``kind``.
 class _Gathering(CudaCommunicator):  # type: ignore[misc]
-    """Gathers and scatters by llm_comm what it accepts, and takes vLLM's way for the rest."""
+    """Mixin: calls that llm_comm accepts use llm_comm, and all other calls use vLLM's communicator."""
 
-    #: None where llm_comm has left the group.
+    #: None after ``destroy``.
     _parts: Parts | None = None
 
     def all_gather(self, input_: torch.Tensor, dim: int = -1) -> torch.Tensor:
-        """The parts of all ranks along ``dim``, a new tensor."""
+        """Concatenate the shards of all ranks along ``dim``. Return a new tensor."""
         parts = self._parts
         result = None if parts is None else parts.all_gather("all_gather", input_, dim)
         return super().all_gather(input_, dim) if result is None else result
@@ -65,52 +67,60 @@ class _Gathering(CudaCommunicator):  # type: ignore[misc]
     def all_gatherv(
         self, input_: torch.Tensor | list[torch.Tensor], dim: int = 0, sizes: list[int] | None = None
     ) -> torch.Tensor | list[torch.Tensor]:
-        """The same of parts of any sizes, and for each of a list of tensors."""
+        """Concatenate shards of different sizes along ``dim``, for one tensor or for each tensor of a list."""
         parts = self._parts
-        if parts is None or dim != 0:  # vLLM has its own words for another one
+        if parts is None or dim != 0:  # vLLM raises its own error for another dimension
             return super().all_gatherv(input_, dim, sizes)  # type: ignore[no-any-return]
         if isinstance(input_, torch.Tensor):
             result = parts.all_gather("all_gatherv", input_, dim, sizes)
             return super().all_gatherv(input_, dim, sizes) if result is None else result
         results = [parts.all_gather("all_gatherv", x, dim, sizes) for x in input_]
         declined = [place for place, result in enumerate(results) if result is None]
-        if declined:  # together: NCCL makes one operation of them
+        if declined:  # in one call, which NCCL runs as one grouped operation
             theirs = super().all_gatherv([input_[place] for place in declined], dim, sizes)
             for place, result in zip(declined, theirs, strict=True):
                 results[place] = result
         return results  # type: ignore[return-value]
 
     def reduce_scatter(self, input_: torch.Tensor, dim: int = -1) -> torch.Tensor:
-        """This rank's part of the sum over the group along ``dim``, a new tensor."""
+        """Sum over the group. Return this rank's shard of the sum along ``dim``, a new tensor."""
         parts = self._parts
         result = None if parts is None else parts.reduce_scatter("reduce_scatter", input_, dim)
         return super().reduce_scatter(input_, dim) if result is None else result
 
     def reduce_scatterv(self, input_: torch.Tensor, dim: int = -1, sizes: list[int] | None = None) -> torch.Tensor:
-        """The same with parts of any sizes."""
+        """Sum over the group, with shards of different sizes. Return this rank's shard, a new tensor."""
         result = self._scatter_parts("reduce_scatterv", input_, dim, sizes)
         return super().reduce_scatterv(input_, dim, sizes) if result is None else result
 
     def reduce_scatterv_into_output(
         self, input_: torch.Tensor, output: torch.Tensor, dim: int = -1, sizes: list[int] | None = None
     ) -> torch.Tensor:
-        """The same into a tensor of the caller's. vLLM 0.26 has no such method, and does not call it."""
+        """Sum over the group, with shards of different sizes, and write this rank's shard to ``output``.
+
+        vLLM 0.26 has no such method and does not call it.
+        """
         result = self._scatter_parts("reduce_scatterv_into_output", input_, dim, sizes, output)
         return super().reduce_scatterv_into_output(input_, output, dim, sizes) if result is None else result
 
     def custom_all_gather(self, input_: torch.Tensor) -> torch.Tensor | None:
-        """What vLLM 0.33 asks before ``all_gather`` along the first dimension, where a model splits its sequence; None
-        sends it there."""
+        """Concatenate the shards along the first dimension; None makes vLLM call ``all_gather`` instead.
+
+        vLLM 0.33 calls this method first in models that split their sequence.
+        """
         parts = self._parts
         result = None
         if parts is not None and parts.gathers:
             if torch.compiler.is_compiling():
-                return None  # there lies an operator, which comes back to us
+                return None  # ``all_gather`` goes through an operator, which calls this class at run time
             result = parts.all_gather("custom_all_gather", input_)
         return super().custom_all_gather(input_) if result is None else result
 
     def custom_reduce_scatter(self, input_: torch.Tensor) -> torch.Tensor | None:
-        """The same for ``reduce_scatter``."""
+        """Sum, and return this rank's shard along the first dimension; None makes vLLM call ``reduce_scatter`` instead.
+
+        vLLM 0.33 calls this method first in models that split their sequence.
+        """
         parts = self._parts
         result = None
         if parts is not None and parts.scatters:

@@ -1,21 +1,20 @@
-"""The plugin of vLLM: entry point ``llm_comm`` of the group ``vllm.general_plugins``.
+"""Plugin for vLLM: entry point ``llm_comm`` of the group ``vllm.general_plugins``.
 
-vLLM asks its platform for the class of the communicator that each group of ranks gets. ``register`` makes the CUDA
-platform answer with a subclass of vLLM's own (``communicator.py``). Model code calls
-``torch.ops.vllm.all_reduce``, opaque to torch.compile, which ends in the ``all_reduce`` of that class: eager, compiled
-and captured calls take the same way, and the V1 and V2 model runners share it. All-gathers and reduce-scatters end in
-methods of the same class (``gathering.py``).
+vLLM's platform names the communicator class of each group of ranks. ``register`` makes the CUDA platform name a
+subclass of vLLM's class (``communicator.py``). Models call ``torch.ops.vllm.all_reduce``, which is opaque to
+torch.compile and ends in ``all_reduce`` of that subclass. So eager, compiled and captured calls have one code path,
+with the V1 and the V2 model runner. All-gathers and reduce-scatters end in methods of the same class
+(``gathering.py``).
 
-The platform also names the class that runs the passes of vLLM's compiler. Where llm_comm is active, that becomes a
-subclass with up to three passes more (``fusion_pass.py``). vLLM's own pass of the kind, which goes past llm_comm, is
-turned off.
+The platform also names the pass manager of vLLM's compiler. If norms are fused, ``choose_pass_manager`` names a
+subclass with up to three more passes (``fusion_pass.py``), and vLLM's own fusion of all-reduces with norms is off.
 
-Names of vLLM that llm_comm replaces or relies on are rows of ``seams.py``.
+``seams.py`` lists the symbols of vLLM that llm_comm replaces or relies on.
 
-This module is loaded in every process of vLLM, most of which never make a communicator. So it imports little, and what
-it cannot decide yet it leaves to the moment when the class is asked for.
+vLLM loads this module in each of its processes, most of which never make a communicator. So the module imports little,
+and decisions wait until vLLM asks for the class.
 
-What differs between the supported versions, and where it is taken care of:
+Differences between the supported versions, and how llm_comm handles them:
 
 ===================================  ==================  ==================  ======================================
                                      0.26                0.33                here
@@ -24,13 +23,13 @@ constructor of CudaCommunicator      no ``use_all2all``  ``use_all2all``     all
 order in GroupCoordinator.destroy    groups first        communicator first  closing makes no use of the group
 groups that a capture enters         TP, PP              TP, PP, DP          the subclass serves all groups
 VLLM_BATCH_INVARIANT turns vLLM's
-custom all-reduce                    off                 deterministic       all sizes are taken: one order of sums
-models that split their sequence     no such question    first of all        llm_comm comes first (``gathering.py``)
-ask for ``custom_all_gather``
-tokens of experts come back into     no                  yes                 both are served
-a given output
-sleep tells communicators            no                  with an option      always (``sleeping.py``)
-``fused_allreduce_rms_norm``         of one model        of all models       both are hooked (``eager_norms.py``)
+custom all-reduce                    off                 deterministic       llm_comm serves all message sizes
+``custom_all_gather`` in models      does not exist      called first        llm_comm overrides it (``gathering.py``)
+that split their sequence
+reduce-scatter of experts' tokens    no                  yes                 both are served
+into a given output
+sleep mode calls communicators       no                  with an option      workers are hooked (``sleeping.py``)
+``fused_allreduce_rms_norm``         of one model        of all models       both are replaced (``eager_norms.py``)
 ===================================  ==================  ==================  ======================================
 """
 
@@ -46,7 +45,7 @@ from llm_comm.integrations import joining
 from llm_comm.integrations.vllm import seams
 from llm_comm.integrations.vllm.seams import TABLE
 
-#: vLLM sets up the handlers of "vllm" and passes on what is logged below it.
+#: Child of vLLM's logger "vllm", so that vLLM's handlers print its messages.
 logger = logging.getLogger("vllm.llm_comm")
 
 THEIR_CLASS = "vllm.distributed.device_communicators.cuda_communicator.CudaCommunicator"
@@ -57,9 +56,9 @@ OUR_PASS_MANAGER = "llm_comm.integrations.vllm.fusion_pass.LlmCommPassManager"
 
 
 def register() -> None:
-    """Replace the methods by which the platform names its classes. Never raises.
+    """Replace the platform's method that names the communicator class. Never raises.
 
-    vLLM calls this in each of its processes, possibly more than once.
+    vLLM calls this function in each of its processes, possibly more than once.
     """
     try:
         if joining.switched_off():
@@ -78,7 +77,10 @@ def register() -> None:
 
 
 def choose_communicator(theirs: Any, cls: type) -> str:
-    """Return the name of the communicator class: llm_comm's in place of the one that it knows."""
+    """Replacement of ``get_device_communicator_cls``: name llm_comm's class instead of vLLM's CudaCommunicator.
+
+    Another class, which another plugin has named, is kept.
+    """
     name: str = theirs(cls)
     why_not = _why_not(name)
     if why_not is None:
@@ -88,7 +90,10 @@ def choose_communicator(theirs: Any, cls: type) -> str:
 
 
 def choose_pass_manager(theirs: Any, cls: type) -> str:
-    """Return the name of the class that runs the compiler's passes: llm_comm's where norms of the group are fused."""
+    """Replacement of ``get_pass_manager_cls``: name llm_comm's class if norms of the tensor-parallel group are fused.
+
+    Another class, which another plugin has named, is kept.
+    """
     from vllm.distributed import get_tp_group
 
     name: str = theirs(cls)
@@ -101,7 +106,10 @@ def choose_pass_manager(theirs: Any, cls: type) -> str:
 
 
 def _why_not(name: str) -> str | None:
-    """Why the class ``name`` is to be used as it is; the same on all ranks. A rank's own reasons are voted on later."""
+    """Return the reason why vLLM's class ``name`` is kept, or None.
+
+    Only reasons that are equal on all ranks count here. Reasons of one rank are voted on when the communicator is made.
+    """
     if name != THEIR_CLASS:
         return f"the communicator class is {name}, which llm_comm does not know"
     try:
@@ -117,7 +125,8 @@ def _say_why_not(why_not: str) -> None:
 
 
 def _is_rank_0() -> bool:
-    """Whether this process is to become rank 0, asked before there are ranks: a worker of that name, or torchrun's."""
+    """Return whether this process will become rank 0. Ranks do not exist yet, so the name of vLLM's worker process or
+    torchrun's variable tells."""
     return multiprocessing.current_process().name == RANK_0_PROCESS or os.environ.get("RANK") == "0"
 
 
@@ -125,6 +134,6 @@ def _is_rank_0() -> bool:
 def _log_once(why_not: str) -> None:
     import torch.distributed as dist
 
-    # A class is asked for when groups are made, so the ranks are known.
+    # vLLM asks for the class when it makes groups, so torch.distributed is normally initialized.
     if not dist.is_initialized() or dist.get_rank() == 0:
         logger.info("llm_comm is not active: %s. vLLM's own collectives are used.", why_not)

@@ -1,4 +1,4 @@
-"""Seams to vLLM: see ``llm_comm/integrations/seams.py``. This module imports nothing of vLLM."""
+"""Table of the seams to vLLM (``llm_comm/integrations/seams.py``). This module imports nothing of vLLM."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ LINEAR = "fused linear layers"
 INVARIANT_LINEAR = "batch-invariant linear layers"
 EAGER_NORMS = "fused norms outside compiled graphs"
 
-#: The loss without a feature.
+#: Consequence of each feature being off, for messages.
 LOST = {
     ALL_REDUCE: "All collectives are vLLM's",
     GATHERING: "All-gathers and reduce-scatters are vLLM's",
@@ -35,13 +35,13 @@ _PASSES = "vllm.compilation.passes"
 _LINEAR = "vllm.model_executor.layers.linear"
 
 TIMEOUT = "vllm.config:ParallelConfig.distributed_timeout_seconds"
-#: The function that sums and norms outside compiled graphs.
+#: vLLM's function for an all-reduce and an RMSNorm in models that are not compiled.
 FUNCTION = "fused_allreduce_rms_norm"
-#: Its places: vLLM 0.33, 0.26.
+#: Symbol of ``FUNCTION`` in vLLM 0.33, and in 0.26.
 SUMMING_NORM = (
     f"vllm.models.common.ops.fused_allreduce_rms_norm:{FUNCTION} vllm.models.deepseek_v32.nvidia.fused_ops:{FUNCTION}"
 )
-#: The same with a norm of Gemma.
+#: vLLM's function for an all-reduce and a norm of Gemma in models that are not compiled.
 GEMMA_FUNCTION = "fused_allreduce_gemma_rms_norm"
 SUMMING_GEMMA_NORM = f"vllm.model_executor.layers.{GEMMA_FUNCTION}:{GEMMA_FUNCTION}"
 
@@ -89,7 +89,7 @@ ROWS = (
         "vllm.config.compilation:PassConfig.fuse_allreduce_rms",
     ),
     *flashinfer_rows(),
-    # All-gathers and reduce-scatters: methods that a subclass overrides.
+    # All-gathers and reduce-scatters: methods that ``gathering.py`` overrides.
     *digest_rows(
         GATHERING,
         *(f"{_COMMUNICATOR}.{name}" for name in ("all_gather", "all_gatherv", "reduce_scatter", "reduce_scatterv")),
@@ -105,14 +105,13 @@ ROWS = (
         "vllm.config:ParallelConfig.enable_expert_parallel",
         "vllm.config:ModelConfig.is_moe",
     ),
-    # Sleep mode.
     Row(SLEEP, "vllm.v1.worker.gpu_worker:Worker.sleep", patch="llm_comm.integrations.sleeping:release_first"),
     Row(SLEEP, "vllm.v1.worker.gpu_worker:Worker.wake_up", patch="llm_comm.integrations.sleeping:restore_first"),
     *(
         Row(SLEEP, f"{_COMMUNICATOR}.{name}", is_required=False)
         for name in ("suspend", "resume", "checkpoint_prepare", "checkpoint_restore")
     ),
-    # Norms in compiled graphs.
+    # Norms in compiled graphs: symbols of the pass manager, the patterns and the operators.
     Row(NORMS, f"{_PLATFORM}.get_pass_manager_cls", patch=f"{_OURS}.plugin:choose_pass_manager", takes=()),
     *digest_rows(
         NORMS,
@@ -151,10 +150,9 @@ ROWS = (
         "vllm.config:ModelConfig.is_encoder_decoder",
         "vllm.config:ModelConfig.dtype",
     ),
-    # Linear layers in compiled graphs, on top of the norms.
+    # Linear layers in compiled graphs. They also need all rows of NORMS (``NEEDS``).
     *digest_rows(LINEAR, f"{_PASSES}.fusion.matcher_utils:MatcherSiluAndMul", "vllm._custom_ops:cutlass_scaled_mm"),
     *named_rows(LINEAR, "vllm.config:VllmConfig.offload_config"),
-    # Linear layers in batch-invariant mode.
     Row(
         INVARIANT_LINEAR,
         f"{_LINEAR}:UnquantizedLinearMethod.apply",
@@ -168,7 +166,7 @@ ROWS = (
         "vllm.config:VllmConfig.compute_hash",
     ),
     *named_rows(INVARIANT_LINEAR, "vllm.config:VllmConfig.offload_config"),
-    # Norms outside compiled graphs.
+    # Norms of models that are not compiled.
     Row(EAGER_NORMS, SUMMING_NORM, patch=f"{_OURS}.eager_norms:fused_allreduce_rms_norm"),
     Row(
         EAGER_NORMS,
@@ -185,6 +183,6 @@ ROWS = (
     *named_rows(EAGER_NORMS, "vllm.config:ModelConfig.architectures"),
 )
 
-#: vLLM's manager of passes, which is replaced for the norms, runs the passes of linear layers too.
+#: Linear layers need the norms' feature: the pass manager that it replaces also runs the passes of linear layers.
 NEEDS = {LINEAR: NORMS}
 TABLE = Table("vLLM", "vllm", ROWS, LOST, Path(__file__).with_name("digests.json"), replace, NEEDS)
