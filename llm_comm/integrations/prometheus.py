@@ -100,9 +100,13 @@ class Publisher:
         self._written: dict[tuple[str, ...], float] = {}
 
     def publish(self) -> None:
-        """Write the present values once."""
+        """Write the present values once.
+
+        The counter of a group continues when a group of the same name replaces it: its counts are added.
+        """
         from prometheus_client import Counter, Gauge
 
+        written: dict[tuple[str, ...], float] = {}
         for family in self._collector.collect():
             is_counter = family.type == "counter"
             for sample in family.samples:
@@ -118,16 +122,24 @@ class Publisher:
                 child = metric.labels(**sample.labels)
                 if is_counter:
                     key = (family.name, *sample.labels.values())
-                    child.inc(max(0, sample.value - self._written.get(key, 0)))
-                    self._written[key] = sample.value
+                    before = self._written.get(key, 0)
+                    child.inc(sample.value - before if sample.value >= before else sample.value)
+                    written[key] = sample.value
                 else:
                     child.set(sample.value)
+        self._written = written
 
-    def run(self) -> None:
-        """Write the values periodically until the process ends."""
+    def run(self, log: logging.Logger) -> None:
+        """Write the values periodically until the process ends. The first failure is logged; later updates go on."""
+        has_failed = False
         while True:
             time.sleep(_PERIOD_S)
-            self.publish()
+            try:
+                self.publish()
+            except Exception as error:  # a full disk, a directory that was removed
+                if not has_failed:
+                    log.warning("llm_comm: metrics in the directory of %s are not updated: %s", DIRECTORY, error)
+                has_failed = True
 
 
 def serve(read: Read, rank: int, port: int | None, host: str, log: logging.Logger) -> None:
@@ -181,6 +193,6 @@ def _write_to(directory: str, collector: Collector, log: logging.Logger) -> None
     # prometheus_client reads the variable when it is imported. Without a file of this process, it was imported before
     # the variable was set, and the values never leave this process.
     if any(Path(directory).glob(f"*_{os.getpid()}.db")):
-        threading.Thread(target=publisher.run, name="llm_comm metrics", daemon=True).start()
+        threading.Thread(target=publisher.run, args=(log,), name="llm_comm metrics", daemon=True).start()
     else:
         log.warning("llm_comm: no metrics in the directory of %s: prometheus_client was imported before it", DIRECTORY)

@@ -211,13 +211,27 @@ def test_a_counter_in_the_directory_grows_by_what_came_since() -> None:
     pytest.importorskip("prometheus_client")
     stats = {"tp": replace(STATS, progress=Progress(5, 3))}
     publisher = prometheus.Publisher(prometheus.Collector(lambda: stats, 0))
-    for ended in (3, 7, 2, 6):  # at 2 the group is another one of its name
-        stats["tp"] = replace(STATS, progress=Progress(5, ended))
+    for ended in (3, 7, 2, 6, None, 8):  # at 2 and at 8 the group is another one of its name
+        stats.clear()
+        if ended is not None:
+            stats["tp"] = replace(STATS, progress=Progress(5, ended))
         publisher.publish()
     of_group = {"group": "tp", "rank": "0"}
     ended_in_all = publisher._metrics["llm_comm_operations_ended"].labels(**of_group)
-    assert ended_in_all._value.get() == 3 + 4 + 4
-    assert publisher._metrics["llm_comm_launches"].labels(**of_group)._value.get() == 5
+    assert ended_in_all._value.get() == 3 + 4 + 2 + 4 + 8
+    assert publisher._metrics["llm_comm_launches"].labels(**of_group)._value.get() == 5 + 5
+
+
+def test_a_full_disk_stops_no_later_update(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    publish = mock.Mock(side_effect=[OSError("no space"), OSError("no space"), None, KeyboardInterrupt])
+    publisher = prometheus.Publisher(prometheus.Collector(dict, 0))
+    monkeypatch.setattr(publisher, "publish", publish)
+    monkeypatch.setattr(prometheus, "_PERIOD_S", 0)
+    with pytest.raises(KeyboardInterrupt):
+        publisher.run(LOG)
+    assert publish.call_count == 4
+    said = "llm_comm: metrics in the directory of PROMETHEUS_MULTIPROC_DIR are not updated: no space"
+    assert caplog.messages == [said]
 
 
 @pytest.mark.parametrize("is_there", [True, False])
