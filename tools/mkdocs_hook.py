@@ -20,7 +20,7 @@ PLOTS = "docs/reference"
 
 
 def on_config(config: MkDocsConfig) -> None:
-    """Name anchors as code hosts do. An extension of Markdown in tools/mkdocs.yml cannot take a Python function."""
+    """Name anchors as code hosts do. Plain YAML, which the tests read, cannot hold a Python function."""
     config.mdx_configs["toc"]["slugify"] = slugify(case="lower")
 
 

@@ -18,6 +18,7 @@ import plots  # noqa: E402
 
 #: Folder into which tools/mkdocs_hook.py puts the page of the plots.
 PLOTS = "docs/reference"
+PAGES = sorted(path for pattern in ("*.md", "docs/**/*.md", "bench_serving/**/*.md") for path in ROOT.glob(pattern))
 
 
 def entries(navigation: Any) -> Iterator[str]:
@@ -29,11 +30,21 @@ def entries(navigation: Any) -> Iterator[str]:
             yield from entries(part)
 
 
+def name(page: Path) -> str:
+    return page.relative_to(ROOT).as_posix()
+
+
 def test_every_page_is_in_the_navigation_once() -> None:
     config = yaml.safe_load((ROOT / "tools" / "mkdocs.yml").read_text(encoding="utf-8"))
-    pages = [path for pattern in ("*.md", "docs/**/*.md", "bench_serving/**/*.md") for path in ROOT.glob(pattern)]
-    written = [page.relative_to(ROOT).as_posix() for page in pages]
-    assert sorted(entries(config["nav"])) == sorted([*written, f"{PLOTS}/plots.md"])
+    assert sorted(entries(config["nav"])) == sorted([*map(name, PAGES), f"{PLOTS}/plots.md"])
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name)
+def test_lists_end_where_code_hosts_end_them(page: Path) -> None:
+    """In a list item mkdocs needs four spaces before a table or second paragraph, and an empty line behind it."""
+    text = re.sub(r"^```.*?^```", "", page.read_text(encoding="utf-8"), flags=re.MULTILINE | re.DOTALL)
+    assert re.findall(r"\n\n {1,3}\S.*", text) == []
+    assert re.findall(r"\n\n {4}\S.*(?:\n {4}.*)*\n(?:[-*]|\d+\.) .*", text) == []
 
 
 def test_the_tools_of_the_site_are_pinned_one_a_line() -> None:
