@@ -41,7 +41,7 @@ def test_every_page_is_in_the_navigation_once() -> None:
 
 @pytest.mark.parametrize("page", PAGES, ids=name)
 def test_lists_end_where_code_hosts_end_them(page: Path) -> None:
-    """In a list item mkdocs needs four spaces before a table or second paragraph, and an empty line behind it."""
+    """In a list item mkdocs needs four spaces before a table or second paragraph, and an empty line after it."""
     text = re.sub(r"^```.*?^```", "", page.read_text(encoding="utf-8"), flags=re.MULTILINE | re.DOTALL)
     assert re.findall(r"\n\n {1,3}\S.*", text) == []
     assert re.findall(r"\n\n {4}\S.*(?:\n {4}.*)*\n(?:[-*]|\d+\.) .*", text) == []
