@@ -21,7 +21,7 @@ SHELL := /bin/bash
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
 .NOTPARALLEL:
-.PHONY: help demo check test test-gpu nightly soak fuzz sanitize mutants lint format dist wheels clean
+.PHONY: help demo check test test-gpu nightly soak fuzz sanitize mutants lint format docs dist wheels clean
 
 help: ## List the commands
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' Makefile
@@ -75,6 +75,9 @@ format: $(VENV)/.dev ## Rewrite the sources as lint wants them
 	$(VENV)/bin/clang-format -i $(CPP_FILES)
 	$(VENV)/bin/ruff check --fix $(PYTHON_DIRS)
 	$(VENV)/bin/ruff format $(PYTHON_DIRS)
+
+docs: build/docs-env/.installed ## The pages as a web site with plots of the result files, in build/site
+	NO_MKDOCS_2_WARNING=1 build/docs-env/bin/mkdocs build --strict -f tools/mkdocs.yml
 
 dist: $(VENV)/.dev ## An sdist, and a wheel built from it in a clean environment
 	$(PY) -m build --outdir dist
@@ -143,4 +146,11 @@ $(VENV)/.fuzz: $(VENV)/.installed
 # Not made anew when C++ changes: linting needs no build.
 $(VENV)/.dev: $(VENV)/.base pyproject.toml
 	$(call install,dev)
+	@touch $@
+
+# The tools of the extra `docs` alone: pip would build llm_comm for '.[docs]'.
+build/docs-env/.installed: pyproject.toml
+	$(PYTHON) -m venv build/docs-env
+	build/docs-env/bin/python -m pip --disable-pip-version-check install --quiet \
+	  $$(sed -n '/^docs = \[/,/^\]/s/^ *"\(.*\)",$$/\1/p' pyproject.toml)
 	@touch $@
