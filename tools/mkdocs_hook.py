@@ -14,7 +14,7 @@ sys.path.insert(0, str(ROOT / "tools"))
 import plots  # noqa: E402
 
 #: Files of the site. A link to any other file of the repository fails `make docs`: add its pattern here.
-PATTERNS = ("*.md", "bench_serving/**/*.md", "configs/*.yaml", "docs/**/*.*")
+PATTERNS = ("*.md", "LICENSE", "bench_serving/**/*.md", "configs/*.yaml", "docs/**/*.*")
 #: Page of the plots, and the folder of its pictures.
 PLOTS = "docs/reference"
 
