@@ -209,6 +209,14 @@ def layers_of(model: Model, ranks: int, with_activation: bool = True) -> Iterato
         yield _layer(model, "down_proj", LINEAR, model.hidden, inner, behind)
 
 
+def layers_to_measure(model: Model, ranks: int, with_activation: bool = True) -> Iterator[Layer]:
+    """Return the layers that an engine measures when it starts: those of ``layers_of``, and gate and up without their
+    activation. An engine computes them so where one kernel for both is not faster."""
+    yield from layers_of(model, ranks, with_activation)
+    if with_activation:
+        yield from (layer for layer in layers_of(model, ranks, with_activation=False) if layer.name == "gate_up_proj")
+
+
 def _layer(model: Model, name: str, operation: str, outputs: int, inputs: int, why_not: str = "") -> Layer:
     multiple = inputs_multiple(model.is_fp8)
     why_not = why_not or model.why_not_layers

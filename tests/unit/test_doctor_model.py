@@ -12,6 +12,7 @@ import pytest
 from llm_comm.cli import commands, launch, model_verdicts
 from llm_comm.config import EngineOptions
 from llm_comm.errors import ConfigError
+from llm_comm.planning import models
 
 SHAPES = Path(__file__).parents[2] / "bench_serving" / "model_shapes"
 LLAMA = json.loads((SHAPES / "llama-3-8b" / "config.json").read_text())
@@ -46,6 +47,19 @@ def test_a_model_of_which_a_table_has_layers() -> None:
     assert found["qkv_proj"] == f"1280 x 8192: served up to 32 tokens on {H100}, measured at start on {H200}"
     assert found["gate_up_proj"].startswith("3584 x 8192, with its activation: served up to 64 tokens")
     assert list(found) == ["model", "all-reduce", "norms", "linear layers", *LAYERS]
+
+
+def test_an_engine_measures_gate_and_up_both_ways() -> None:
+    """Where the kernel with the activation is not faster, the engine computes the layer alone."""
+    model = models.read(SHAPES / "gemma-2-9b" / "config.json")
+    gate_up = [layer for layer in models.layers_to_measure(model, 2) if layer.name == "gate_up_proj"]
+    assert [(layer.operation, layer.outputs) for layer in gate_up] == [
+        ("linear_silu_and_mul", 7168),
+        ("linear", 14336),
+    ]
+    alone = list(models.layers_to_measure(model, 2, with_activation=False))
+    assert alone == list(models.layers_of(model, 2, with_activation=False))
+    assert list(models.layers_to_measure(model, 2))[:-1] == list(models.layers_of(model, 2))
 
 
 def test_a_model_that_no_table_has(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,7 +11,7 @@ import functools
 import json
 import logging
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -51,7 +51,7 @@ from llm_comm.integrations.seams import FLASHINFER
 from llm_comm.integrations.sglang import groups, seams
 from llm_comm.integrations.sglang.seams import TABLE
 from llm_comm.planning.layers import LINEAR_SILU_AND_MUL
-from llm_comm.planning.models import Model, find, layers_of, of_config
+from llm_comm.planning.models import Layer, Model, find, layers_to_measure, of_config
 from llm_comm.runtime.rendezvous import Rendezvous
 
 logger = logging.getLogger("sglang.llm_comm")
@@ -256,7 +256,9 @@ def _set_up_linears(group: Any, communicator: Communicator, model: Model | None)
     if why_not is None:
         # No vote, unlike above: each rank computes its layers without the others.
         activates = TABLE.attempt(seams.SILU_AND_MUL) is None
-        layers = () if model is None else layers_of(model, group.world_size, activates and model.is_activated_in_sglang)
+        layers: Iterable[Layer] = ()
+        if model is not None:
+            layers = layers_to_measure(model, group.world_size, activates and model.is_activated_in_sglang)
         found = layer_tuning.tune(communicator, group.cpu_group, layers, logger)
         why_not = why_not_preferred(communicator)
     if why_not is None:

@@ -19,7 +19,7 @@ from llm_comm.integrations.vllm.seams import TABLE
 from llm_comm.options import OPTIONS
 from llm_comm.planning.catalogue import check_table_option
 from llm_comm.planning.layers import LayerRow, is_preferred
-from llm_comm.planning.models import Layer, Model, layers_of, of_config
+from llm_comm.planning.models import Layer, Model, layers_to_measure, of_config
 from llm_comm.runtime.devices import find_table, limits_of
 
 logger = logging.getLogger("vllm.llm_comm")
@@ -176,7 +176,7 @@ def layers(world_size: int) -> tuple[Layer, ...]:
     """Return the linear layers of the current model that llm_comm can compute on one rank, according to the model's
     config.json. The layers themselves need not exist yet."""
     found = model()
-    layers = () if found is None else layers_of(found, world_size)
+    layers = () if found is None else layers_to_measure(found, world_size)
     return tuple(layer for layer in layers if not layer.why_not)
 
 
