@@ -512,9 +512,9 @@ def without_one_of_the_mlps_layers_are_still_computed_and_silu_and_mul_is_sglang
 
 
 @scenario(LLM_COMM_TUNE_AT_START="60")
-def gate_and_up_are_measured_with_silu_and_mul_where_they_are_computed_so() -> None:
+def gate_and_up_are_measured_both_ways_where_silu_and_mul_may_be_computed_with_them() -> None:
     with measured("llama") as layers, served():
-        assert layers == [("linear_silu_and_mul", 512, 512)]
+        assert layers == [("linear_silu_and_mul", 512, 512), ("linear", 1024, 512)]
 
 
 @scenario(LLM_COMM_TUNE_AT_START="60")
