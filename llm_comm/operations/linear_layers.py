@@ -358,11 +358,8 @@ class LinearLayers:
         Raises:
             CommunicatorError, RuntimeError: As of ``linear``, of layers that are served.
         """
-        if not self._prefers_operands(LINEAR, x, weight, x_scale is not None):
-            return None
-        options: dict[str, Any] = {"bias": bias, "x_scale": x_scale, "weight_scale": weight_scale}
-        options["out_dtype"] = out_dtype
-        return attempt(partial(self.accepts_linear, x, weight, **options), partial(self.linear, x, weight, **options))
+        options = {"bias": bias, "x_scale": x_scale, "weight_scale": weight_scale, "out_dtype": out_dtype}
+        return self._try_layer(LINEAR, self.accepts_linear, self.linear, x, weight, options)
 
     def try_linear_silu_and_mul(
         self,
@@ -376,7 +373,8 @@ class LinearLayers:
     ) -> torch.Tensor | None:
         """``linear_silu_and_mul`` of a preferred layer, as ``try_linear``."""
         options = {"bias": bias, "x_scale": x_scale, "weight_scale": weight_scale, "out_dtype": out_dtype}
-        return self._try_gated(self.accepts_linear_silu_and_mul, self.linear_silu_and_mul, x, gate_up_weight, options)
+        calls = self.accepts_linear_silu_and_mul, self.linear_silu_and_mul
+        return self._try_layer(LINEAR_SILU_AND_MUL, *calls, x, gate_up_weight, options)
 
     def try_linear_gelu_tanh_and_mul(
         self,
@@ -390,18 +388,19 @@ class LinearLayers:
     ) -> torch.Tensor | None:
         """``linear_gelu_tanh_and_mul`` of a preferred layer, as ``try_linear``."""
         options = {"bias": bias, "x_scale": x_scale, "weight_scale": weight_scale, "out_dtype": out_dtype}
-        accepts = self.accepts_linear_gelu_tanh_and_mul
-        return self._try_gated(accepts, self.linear_gelu_tanh_and_mul, x, gate_up_weight, options)
+        calls = self.accepts_linear_gelu_tanh_and_mul, self.linear_gelu_tanh_and_mul
+        return self._try_layer(LINEAR_SILU_AND_MUL, *calls, x, gate_up_weight, options)
 
-    def _try_gated(
+    def _try_layer(
         self,
+        preferred_as: str,
         accepts: Callable[..., bool],
         call: Callable[..., torch.Tensor],
         x: torch.Tensor,
         weight: torch.Tensor,
         options: dict[str, Any],
     ) -> torch.Tensor | None:
-        if not self._prefers_operands(LINEAR_SILU_AND_MUL, x, weight, options["x_scale"] is not None):
+        if not self._prefers_operands(preferred_as, x, weight, options["x_scale"] is not None):
             return None
         return attempt(partial(accepts, x, weight, **options), partial(call, x, weight, **options))
 

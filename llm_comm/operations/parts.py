@@ -19,7 +19,7 @@ from llm_comm.operations.operands import Operands, check_memory, count_write, wh
 from llm_comm.operations.operation import Operation, keep
 from llm_comm.planning.plan import Plan, declined, without_kernel
 from llm_comm.planning.planner import Planner
-from llm_comm.planning.selection import Layout
+from llm_comm.planning.selection import Layout, limits_whole_tensor
 from llm_comm.planning.tables import ALL_GATHER, REDUCE_SCATTER
 from llm_comm.runtime.core_handle import CoreHandle
 
@@ -54,9 +54,8 @@ class Parts(NamedTuple):
         return self.rows * sum(self.row_sizes)
 
     def limited(self, config: Config) -> int:
-        """Return the number of elements that ``message_limit`` bounds, as ``selection.why_not_served`` does: the option
-        bounds the whole tensor, the table the largest shard."""
-        return self.whole() if config.max_message_bytes is not None else self.rows * max(self.row_sizes)
+        """Return the number of elements that ``message_limit`` bounds."""
+        return self.whole() if limits_whole_tensor(config) else self.rows * max(self.row_sizes)
 
 
 class PreparedParts(NamedTuple):

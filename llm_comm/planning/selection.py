@@ -157,6 +157,12 @@ def message_limit(operation: str, table: TuningTable, config: Config) -> int:
     return min(limit, table.max_fused_bytes) if operation == FUSED else limit
 
 
+def limits_whole_tensor(config: Config) -> bool:
+    """Return whether ``message_limit`` bounds the whole tensor of an operation on shards, as the option does. A table
+    bounds the largest shard, by which its rows are sorted."""
+    return config.max_message_bytes is not None
+
+
 def why_not_served(problem: Problem, table: TuningTable, config: Config) -> str:
     """Return why a message is declined whatever the algorithms, or ""."""
     operation = registry.operations()[problem.operation]
@@ -166,11 +172,10 @@ def why_not_served(problem: Problem, table: TuningTable, config: Config) -> str:
     if problem.world_size == 1:
         return "one rank: nothing to exchange"
     limit = message_limit(ALL_REDUCE, table, config)
-    # The table's bound applies to the largest shard, by which its rows are sorted. The option bounds the whole tensor.
-    is_option = config.max_message_bytes is not None
-    message_bytes = problem.whole_bytes() if is_option else problem.message_bytes()
+    is_whole = limits_whole_tensor(config)
+    message_bytes = problem.whole_bytes() if is_whole else problem.message_bytes()
     if message_bytes > limit:
-        what = "the whole tensor" if is_option else "the largest part"
+        what = "the whole tensor" if is_whole else "the largest part"
         of_parts = f"{what} has {message_bytes} bytes, " if operation.has_parts else ""
         return f"{of_parts}more than max_message_bytes={limit}"
     if message_bytes > message_limit(problem.operation, table, config):

@@ -200,47 +200,32 @@ class LlmCommCommunicator(CudaCommunicator):  # type: ignore[misc]
         out_dtype: torch.dtype | None = None,
     ) -> torch.Tensor | None:
         """Compute a linear layer on this rank, or return None if declined. ``weight`` is [outputs, inputs]."""
-        attempt, first = Communicator.try_linear, linear.FIRST_COLUMN_LINEAR
+        operands = x, weight, bias, scales, out_dtype
+        return self._try_layer(Communicator.try_linear, linear.FIRST_COLUMN_LINEAR, *operands)
+
+    def linear_silu_and_mul(self, *operands: Any) -> torch.Tensor | None:
+        """Compute gate and up with silu-and-mul on this rank, or return None if declined. Operands as of ``linear``."""
+        first = linear.FIRST_ACTIVATED[LINEAR_SILU_AND_MUL]
+        return self._try_layer(Communicator.try_linear_silu_and_mul, first, *operands)
+
+    def linear_gelu_tanh_and_mul(self, *operands: Any) -> torch.Tensor | None:
+        """Compute gate and up with gelu-tanh-and-mul on this rank, or return None if declined. Operands as of
+        ``linear``."""
+        first = linear.FIRST_ACTIVATED[LINEAR_GELU_TANH_AND_MUL]
+        return self._try_layer(Communicator.try_linear_gelu_tanh_and_mul, first, *operands)
+
+    def _try_layer(
+        self,
+        attempt: Callable[..., torch.Tensor | None],
+        first: str,
+        x: torch.Tensor,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None = None,
+        scales: Scales | None = None,
+        out_dtype: torch.dtype | None = None,
+    ) -> torch.Tensor | None:
         options = linear.optional_operands(bias, scales)
         return self._try_linear(attempt, x, weight, first, **options, out_dtype=out_dtype)
-
-    def linear_silu_and_mul(
-        self,
-        x: torch.Tensor,
-        gate_up_weight: torch.Tensor,
-        bias: torch.Tensor | None = None,
-        scales: Scales | None = None,
-        out_dtype: torch.dtype | None = None,
-    ) -> torch.Tensor | None:
-        """Compute gate and up with silu-and-mul on this rank, or return None if declined."""
-        operands = x, gate_up_weight, bias, scales, out_dtype
-        return self._try_activated(LINEAR_SILU_AND_MUL, Communicator.try_linear_silu_and_mul, *operands)
-
-    def linear_gelu_tanh_and_mul(
-        self,
-        x: torch.Tensor,
-        gate_up_weight: torch.Tensor,
-        bias: torch.Tensor | None = None,
-        scales: Scales | None = None,
-        out_dtype: torch.dtype | None = None,
-    ) -> torch.Tensor | None:
-        """Compute gate and up with gelu-tanh-and-mul on this rank, or return None if declined."""
-        operands = x, gate_up_weight, bias, scales, out_dtype
-        return self._try_activated(LINEAR_GELU_TANH_AND_MUL, Communicator.try_linear_gelu_tanh_and_mul, *operands)
-
-    def _try_activated(
-        self,
-        method: str,
-        attempt: Callable[..., torch.Tensor | None],
-        x: torch.Tensor,
-        gate_up_weight: torch.Tensor,
-        bias: torch.Tensor | None,
-        scales: Scales | None,
-        out_dtype: torch.dtype | None,
-    ) -> torch.Tensor | None:
-        options = linear.optional_operands(bias, scales)
-        first = linear.FIRST_ACTIVATED[method]
-        return self._try_linear(attempt, x, gate_up_weight, first, **options, out_dtype=out_dtype)
 
     def linear_of_any_batch(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor | None:
         """Compute a linear layer of batch-invariant mode (``invariant_linear.py``); None after ``destroy``."""

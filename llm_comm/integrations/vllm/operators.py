@@ -17,6 +17,7 @@ these may write them. No other rank takes part in a layer.
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -243,17 +244,11 @@ def _linear(*arguments: Any) -> _Tensor:
     return _Operands(*arguments[:-1]).as_before() if result is None else result
 
 
-def _linear_silu_and_mul(*arguments: Any) -> _Tensor:
-    """``silu(x @ gate.T) * (x @ up.T)``: half of the outputs of ``weight`` are those of gate, then come those of up.
-    Arguments and errors as of ``linear``."""
-    result = _by_llm_comm("linear_silu_and_mul", *arguments)
-    return _silu_and_mul(_linear(*arguments)) if result is None else result
-
-
-def _linear_gelu_tanh_and_mul(*arguments: Any) -> _Tensor:
-    """``gelu(x @ gate.T) * (x @ up.T)`` with the tanh approximation of gelu, as ``linear_silu_and_mul``."""
-    result = _by_llm_comm("linear_gelu_tanh_and_mul", *arguments)
-    return _gelu_tanh_and_mul(_linear(*arguments)) if result is None else result
+def _linear_activated(activation: str, *arguments: Any) -> _Tensor:
+    """``activation(x @ gate.T) * (x @ up.T)``: half of the outputs of ``weight`` are those of gate, then come those of
+    up. Further arguments and errors as of ``linear``."""
+    result = _by_llm_comm(f"linear_{activation}", *arguments)
+    return _activated(activation, _linear(*arguments)) if result is None else result
 
 
 def _by_llm_comm(method: str, *arguments: Any) -> _Tensor | None:
@@ -265,21 +260,15 @@ def _by_llm_comm(method: str, *arguments: Any) -> _Tensor | None:
     return ours(operands.x, *operands.as_ours(), operands.out_dtype)  # type: ignore[no-any-return]
 
 
-def _silu_and_mul(y: _Tensor) -> _Tensor:
-    """silu of the first half of each row times the second half. No graph holds it in the end.
+def _activated(activation: str, y: _Tensor) -> _Tensor:
+    """Activation of the first half of each row times the second half. No final graph contains this operator.
 
-    By vLLM's kernel, also where the graph held torch's operators for inductor to generate one of: called eagerly, as
-    here, that would be a kernel for each. As those it rounds silu before it multiplies.
+    vLLM's kernel computes it, also where the graph had torch's operators, from which inductor generates one kernel:
+    called eagerly, as here, they would be a kernel each. vLLM's kernel rounds the activation before it multiplies, as
+    torch's operators do.
     """
     result = _fake_activated(y)
-    torch.ops._C.silu_and_mul(result, y)
-    return result
-
-
-def _gelu_tanh_and_mul(y: _Tensor) -> _Tensor:
-    """gelu of the first half of each row times the second half, by vLLM's kernel, as ``silu_and_mul``."""
-    result = _fake_activated(y)
-    torch.ops._C.gelu_tanh_and_mul(result, y)
+    getattr(torch.ops._C, activation)(result, y)
     return result
 
 
@@ -336,6 +325,14 @@ def _fake_linear_all_reduce_add_rms_norm(*operands: Any) -> tuple[_Tensor, _Tens
     return torch.empty_like(total, dtype=total.dtype if scale is None else FP8), total
 
 
+def _define_activated(activation: str) -> tuple[Any, Any]:
+    """Define the operators of an activation, named like vLLM's kernel for it: alone, and with the layer before it."""
+    layer = f"Tensor x, Tensor weight, {_OPTIONAL}, ScalarType? out_dtype, str group_name"
+    alone = define(f"{activation}(Tensor y) -> Tensor", partial(_activated, activation), _fake_activated)
+    computed = partial(_linear_activated, activation)
+    return alone, define(f"linear_{activation}({layer}) -> Tensor", computed, _fake_linear_activated)
+
+
 # ---- The operators as graphs have them ------------------------------------------------------------------------------
 
 all_reduce_add_rms_norm = define(
@@ -350,23 +347,13 @@ all_reduce_add_rms_norm_group_fp8 = define(
     _run_by_groups,
     _fake_by_groups,
 )
-silu_and_mul = define("silu_and_mul(Tensor y) -> Tensor", _silu_and_mul, _fake_activated)
-gelu_tanh_and_mul = define("gelu_tanh_and_mul(Tensor y) -> Tensor", _gelu_tanh_and_mul, _fake_activated)
 linear = define(
     f"linear(Tensor x, Tensor weight, {_OPTIONAL}, ScalarType? out_dtype, str group_name) -> Tensor",
     _linear,
     _fake_linear,
 )
-linear_silu_and_mul = define(
-    f"linear_silu_and_mul(Tensor x, Tensor weight, {_OPTIONAL}, ScalarType? out_dtype, str group_name) -> Tensor",
-    _linear_silu_and_mul,
-    _fake_linear_activated,
-)
-linear_gelu_tanh_and_mul = define(
-    f"linear_gelu_tanh_and_mul(Tensor x, Tensor weight, {_OPTIONAL}, ScalarType? out_dtype, str group_name) -> Tensor",
-    _linear_gelu_tanh_and_mul,
-    _fake_linear_activated,
-)
+silu_and_mul, linear_silu_and_mul = _define_activated("silu_and_mul")
+gelu_tanh_and_mul, linear_gelu_tanh_and_mul = _define_activated("gelu_tanh_and_mul")
 linear_all_reduce_add_rms_norm = define(
     f"linear_all_reduce_add_rms_norm(Tensor x, Tensor weight, {_OPTIONAL}, Tensor? residual, Tensor norm_weight, "
     "float epsilon, float weight_bias, Tensor? scale, str group_name) -> (Tensor, Tensor)",
