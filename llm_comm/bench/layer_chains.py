@@ -18,6 +18,7 @@ from llm_comm import _core, registry
 from llm_comm.bench.timing import capture
 from llm_comm.communicator import Communicator
 from llm_comm.errors import LlmCommError
+from llm_comm.operations.fp8 import Scaling
 from llm_comm.operations.operation import TORCH_TYPES
 
 #: Standard deviation of FP8 operands: small ones lose no more than others.
@@ -103,15 +104,16 @@ def _median_us(seconds: Sequence[float], layers: int) -> float:
 
 
 def problem_of(x: torch.Tensor, out: torch.Tensor, scales: Sequence[torch.Tensor], silu: bool) -> _core._LinearProblem:
-    """A layer as the core takes it. ``scales``: of x and of the weight, where they are FP8."""
+    """A layer as the core takes it. ``scales``: of x and of the weight, contiguous, where they are FP8."""
     name = next(name for name, dtype in TORCH_TYPES.items() if dtype is out.dtype)
+    rows = out.shape[1] * (2 if silu else 1)
     return {
         "tokens": x.shape[0],
         "inputs": x.shape[1],
         "outputs": out.shape[1],
         "data_type": tuple(registry.data_types()).index(name),
         "silu_and_mul": silu,
-        "scales": (scales[0].numel() > 1, scales[1].numel() > 1) if scales else None,
+        "scales": Scaling(scales[0], scales[1], out.dtype).whose(x, rows) if scales else None,
     }
 
 

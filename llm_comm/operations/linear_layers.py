@@ -62,6 +62,10 @@ class LinearLayers:
         ``out_dtype``. On GPUs the sum has fewer bits than fp32 then (docs/linear.md). ``weight_scale`` and ``bias`` are
         read as early as the weight.
 
+        Scales of blocks (DeepSeek-V3, Qwen3-FP8) belong to 128 inputs: of one token, and of 128 outputs. The products
+        of each block of inputs are summed by the tensor cores. The fp32 sum of even blocks, and that of odd blocks,
+        adds ``(x_scale * weight_scale) * products`` block by block. The result is the sum of the two, and the bias.
+
         Args:
             x: [..., inputs], contiguous, bfloat16, float16 or float8_e4m3fn, 1 to 64 rows, on this communicator's
                 device. Where it does not begin at a multiple of 16 bytes it is copied.
@@ -70,8 +74,10 @@ class LinearLayers:
             out: Where the result goes: contiguous, of as many elements as that, and its dtype. It must share no memory
                 with ``x``, ``weight``, their scales or ``bias``. None: a new tensor.
             bias: [outputs], contiguous, of the dtype of the result. None: nothing is added.
-            x_scale: float32, of float8_e4m3fn alone: one scale, or one for each row of ``x``; contiguous.
-            weight_scale: The same of ``weight``: one scale, or one for each output.
+            x_scale: float32, of float8_e4m3fn alone: one scale, or one for each row of ``x``; contiguous. Of blocks:
+                [..., inputs / 128], contiguous, or two dimensions with any strides, as group quantizations return.
+            weight_scale: The same of ``weight``: one scale, or one for each output; contiguous. Of blocks, where
+                ``x_scale`` is too: [outputs / 128, rounded up, inputs / 128], contiguous.
             out_dtype: Of the result of float8_e4m3fn: bfloat16 or float16. None: that of ``out``, else bfloat16.
 
         Returns:
@@ -159,7 +165,8 @@ class LinearLayers:
                 ``linear``.
             out, x_scale, out_dtype: As of ``linear``.
             bias: [2 * outputs], for gate and then for up.
-            weight_scale: One scale, or one for each of the 2 * outputs rows.
+            weight_scale: One scale, or one for each of the 2 * outputs rows; of blocks
+                [2 * outputs / 128, rounded up, inputs / 128].
 
         Returns:
             ``out``, or a new tensor [..., outputs], of the dtype of ``x``, or ``out_dtype``.

@@ -154,6 +154,13 @@ LINEAR_LAYERS: tuple[Mutant, ...] = (
         "tests/emulated/test_linear_fp8.py",
     ),
     python(
+        "a prepared layer takes scales of blocks of any strides",
+        SCALING,
+        "return x.shape, x.stride(), weight.shape, self.out_dtype",
+        "return x.shape, weight.shape, self.out_dtype",
+        "tests/emulated/test_linear_blocks.py",
+    ),
+    python(
         "layers that run alike differ by what was measured",
         TABLES,
         "layers = tuple(row.without_figures() for row in self.layers)",

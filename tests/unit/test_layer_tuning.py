@@ -89,13 +89,18 @@ def test_kernels_that_a_device_lacks_are_passed_over(comm: Communicator, monkeyp
 
 
 @pytest.mark.parametrize("silu", [False, True])
-@pytest.mark.parametrize("dtype", [torch.bfloat16, FP8])
+@pytest.mark.parametrize(("dtype", "blocks"), [(torch.bfloat16, False), (FP8, False), (FP8, True)])
 @pytest.mark.parametrize("tokens", [1, 9, 64])
-def test_bits_are_those_of_every_tiling(comm: Communicator, tokens: int, dtype: torch.dtype, silu: bool) -> None:
-    inputs, outputs = 640, 64
+def test_bits_are_those_of_every_tiling(
+    comm: Communicator, tokens: int, dtype: torch.dtype, blocks: bool, silu: bool
+) -> None:
+    # Blocks of outputs, of 24 and more rows, that have rows of two blocks of scales.
+    inputs, outputs = 640, 192 if blocks else 64
     (weight,) = make_weights(1, (outputs * (1 + silu), inputs), dtype, CPU, 0)
     x = torch.randn(tokens, inputs, generator=torch.Generator().manual_seed(3)).to(dtype)
     scales = (torch.rand(tokens, 1), torch.rand(len(weight), 1) / inputs) if dtype is FP8 else ()
+    if blocks:
+        scales = torch.rand(tokens, inputs // 128), torch.rand(-(-len(weight) // 128), inputs // 128) / inputs
     found, tilings = [], choices_of(comm, x, torch.empty(tokens, outputs, dtype=torch.bfloat16), scales, silu)
     for tiling in tilings:
         out = torch.full((tokens, outputs), torch.nan, dtype=torch.bfloat16)

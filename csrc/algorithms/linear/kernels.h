@@ -1,5 +1,6 @@
-// The kernels of linear layers by types of factors and results, epilogue and rows of a box of x. They are compiled in translation units of their own, which
-// CMake makes (cmake/algorithms.cmake): for GPUs with the instructions that only one architecture has.
+// The kernels of linear layers by types of factors and results, epilogue, scales of blocks and rows of a box of x. They
+// are compiled in translation units of their own, which CMake makes (cmake/algorithms.cmake): for GPUs with the
+// instructions that only one architecture has.
 #pragma once
 
 #include "algorithms/linear/args.h"
@@ -10,7 +11,7 @@ namespace llm_comm::inline LLM_COMM_TARGET {
 
 using LinearKernel = void (*)(LinearArgs);
 
-template <FactorType F, DataType D, LinearEpilogue E>
+template <FactorType F, DataType D, LinearEpilogue E, bool BlockScales = false>
 struct LinearKernels {
   // nullptr where there is no such kernel. Defined in kernel.cuh, for the translation unit that compiles them.
   static LinearKernel find(uint32_t token_rows);
@@ -24,19 +25,27 @@ extern template struct LinearKernels<FactorType::kFloat8, DataType::kBFloat16, L
 extern template struct LinearKernels<FactorType::kFloat8, DataType::kBFloat16, LinearEpilogue::kSiluAndMul>;
 extern template struct LinearKernels<FactorType::kFloat8, DataType::kFloat16, LinearEpilogue::kNone>;
 extern template struct LinearKernels<FactorType::kFloat8, DataType::kFloat16, LinearEpilogue::kSiluAndMul>;
+extern template struct LinearKernels<FactorType::kFloat8, DataType::kBFloat16, LinearEpilogue::kNone, true>;
+extern template struct LinearKernels<FactorType::kFloat8, DataType::kBFloat16, LinearEpilogue::kSiluAndMul, true>;
+extern template struct LinearKernels<FactorType::kFloat8, DataType::kFloat16, LinearEpilogue::kNone, true>;
+extern template struct LinearKernels<FactorType::kFloat8, DataType::kFloat16, LinearEpilogue::kSiluAndMul, true>;
 
-template <FactorType F, DataType D>
+template <FactorType F, DataType D, bool BlockScales = false>
 LinearKernel find_linear_kernel(LinearEpilogue epilogue, uint32_t token_rows) {
   if (epilogue == LinearEpilogue::kSiluAndMul) {
-    return LinearKernels<F, D, LinearEpilogue::kSiluAndMul>::find(token_rows);
+    return LinearKernels<F, D, LinearEpilogue::kSiluAndMul, BlockScales>::find(token_rows);
   }
-  return LinearKernels<F, D, LinearEpilogue::kNone>::find(token_rows);
+  return LinearKernels<F, D, LinearEpilogue::kNone, BlockScales>::find(token_rows);
 }
 
 // Of types that are served (layer.h).
-inline LinearKernel find_linear_kernel(FactorType factors, DataType type, LinearEpilogue epilogue,
+inline LinearKernel find_linear_kernel(FactorType factors, DataType type, LinearEpilogue epilogue, bool block_scales,
                                        uint32_t token_rows) {
   const bool is_bf16 = type == DataType::kBFloat16;
+  if (block_scales) {
+    return is_bf16 ? find_linear_kernel<FactorType::kFloat8, DataType::kBFloat16, true>(epilogue, token_rows)
+                   : find_linear_kernel<FactorType::kFloat8, DataType::kFloat16, true>(epilogue, token_rows);
+  }
   if (factors == FactorType::kFloat8) {
     return is_bf16 ? find_linear_kernel<FactorType::kFloat8, DataType::kBFloat16>(epilogue, token_rows)
                    : find_linear_kernel<FactorType::kFloat8, DataType::kFloat16>(epilogue, token_rows);

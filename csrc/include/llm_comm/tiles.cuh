@@ -18,6 +18,8 @@
 //                    their columns, of which `box` is the first: one behind the other; `use` says whether others will fetch them too.
 //                    A box has as many rows of each part of the matrix, a multiple of 8, from `row` of the part on: first those of
 //                    the first part
+//                    fetch_number(to, from): four bytes more of the stage, by each lane for itself. `full` then counts
+//                    kFetchArrivals + kNumberArrivals, and fetch_end<true>(full) stands behind the numbers
 // Multiplying        by a team of kTeamThreads threads, the first one a multiple of them: sums of a box of outputs times a box of
 //                    tokens, in fp32. `sums` has tokens / 2 values in each thread: which, fragment.cuh says. Outputs that the box
 //                    does not have get any value.
