@@ -309,7 +309,7 @@ class Linear:
         counter: _core.Counter,
     ) -> Callable[..., bool]:
         """What the core returns, for what the tuning table says of such a layer."""
-        operation = of_factors(self._name, bool(scales))
+        operation = of_factors(self._name, bool(scales), "x_scale_strides" in scales)
         prepare = partial(
             self._handle.core().prepare_linear,
             tokens=tokens,

@@ -331,7 +331,7 @@ class LinearLayers:
         Raises:
             CommunicatorError, RuntimeError: As of ``linear``, of layers that are served.
         """
-        if not self._prefers_operands(LINEAR, x, weight, x_scale is not None):
+        if not self._prefers_operands(LINEAR, x, weight, x_scale, weight_scale):
             return None
         options: dict[str, Any] = {"bias": bias, "x_scale": x_scale, "weight_scale": weight_scale}
         options["out_dtype"] = out_dtype
@@ -348,7 +348,7 @@ class LinearLayers:
         out_dtype: torch.dtype | None = None,
     ) -> torch.Tensor | None:
         """The same of ``linear_silu_and_mul``."""
-        if not self._prefers_operands(LINEAR_SILU_AND_MUL, x, gate_up_weight, x_scale is not None):
+        if not self._prefers_operands(LINEAR_SILU_AND_MUL, x, gate_up_weight, x_scale, weight_scale):
             return None
         options: dict[str, Any] = {"bias": bias, "x_scale": x_scale, "weight_scale": weight_scale}
         options["out_dtype"] = out_dtype
@@ -376,7 +376,7 @@ class LinearLayers:
         aligned: nothing has been summed then, and the ranks that were served wait for the same sum from
         ``all_reduce_add_rms_norm`` of what this rank computes itself.
         """
-        if not self._prefers_operands(LINEAR, x, linear_weight, x_scale is not None):
+        if not self._prefers_operands(LINEAR, x, linear_weight, x_scale, weight_scale):
             return None
         options: dict[str, Any] = {"bias": bias, "x_scale": x_scale, "weight_scale": weight_scale}
         return attempt(
@@ -391,13 +391,22 @@ class LinearLayers:
             ),
         )
 
-    def _prefers_operands(self, operation: str, x: torch.Tensor, weight: torch.Tensor, fp8: bool) -> bool:
+    def _prefers_operands(
+        self,
+        operation: str,
+        x: torch.Tensor,
+        weight: torch.Tensor,
+        x_scale: torch.Tensor | None,
+        weight_scale: torch.Tensor | None,
+    ) -> bool:
         """Return whether the layer of these operands is preferred."""
         if weight.dim() != 2 or weight.is_nested or x.is_nested:  # which have no shape
             return False
         rows, inputs = weight.shape
         outputs = rows // 2 if operation == LINEAR_SILU_AND_MUL else rows
-        return self._prefers(operation, outputs, inputs, x.shape[:-1].numel(), fp8)
+        fp8 = x_scale is not None
+        blocks = fp8 and weight_scale is not None and Scaling(x_scale, weight_scale, None).of_blocks(x, rows)
+        return self._prefers(operation, outputs, inputs, x.shape[:-1].numel(), fp8, blocks)
 
     # ---- What would be served -----------------------------------------------------------------------------------
 
@@ -469,7 +478,9 @@ class LinearLayers:
     #: The name of before, for a release.
     accepts_fused_linear = accepts_linear_all_reduce_add_rms_norm
 
-    def prefers_linear(self, outputs: int, inputs: int, tokens: int, *, fp8: bool = False) -> bool:
+    def prefers_linear(
+        self, outputs: int, inputs: int, tokens: int, *, fp8: bool = False, block_scales: bool = False
+    ) -> bool:
         """Whether an engine is to compute a layer of this shape by ``linear`` and its kin, in place of its own kernel.
 
         As ``Config.fuse_linear`` says: ``"auto"`` where the tuning table has measured that it is faster, with ``pdl``
@@ -480,22 +491,25 @@ class LinearLayers:
             outputs, inputs: Of the weight of this rank.
             tokens: Rows of ``x``.
             fp8: Whether ``x`` and the weight are float8_e4m3fn. Tables have rows of their own for that.
+            block_scales: Of FP8, whether scales are those of blocks. Tables have rows of their own for these too.
         """
-        return self._prefers(LINEAR, outputs, inputs, tokens, fp8)
+        return self._prefers(LINEAR, outputs, inputs, tokens, fp8, block_scales)
 
-    def prefers_linear_silu_and_mul(self, outputs: int, inputs: int, tokens: int, *, fp8: bool = False) -> bool:
+    def prefers_linear_silu_and_mul(
+        self, outputs: int, inputs: int, tokens: int, *, fp8: bool = False, block_scales: bool = False
+    ) -> bool:
         """The same of ``linear_silu_and_mul``, in place of a gate-and-up projection and the activation behind it.
 
         Args:
             outputs: Of gate, and as many of up: half of the rows of the weight.
-            inputs, tokens, fp8: As of ``prefers_linear``.
+            inputs, tokens, fp8, block_scales: As of ``prefers_linear``.
         """
-        return self._prefers(LINEAR_SILU_AND_MUL, outputs, inputs, tokens, fp8)
+        return self._prefers(LINEAR_SILU_AND_MUL, outputs, inputs, tokens, fp8, block_scales)
 
-    def _prefers(self, operation: str, outputs: int, inputs: int, tokens: int, fp8: bool) -> bool:
+    def _prefers(self, operation: str, outputs: int, inputs: int, tokens: int, fp8: bool, block_scales: bool) -> bool:
         if fp8 and not self._operations.linear.has_fp8:
             return False
-        return self._planner.prefers_layer(of_factors(operation, fp8), outputs, inputs, tokens)
+        return self._planner.prefers_layer(of_factors(operation, fp8, block_scales), outputs, inputs, tokens)
 
     @property
     def max_preferred_tokens(self) -> int:

@@ -154,6 +154,13 @@ LINEAR_LAYERS: tuple[Mutant, ...] = (
         "tests/emulated/test_linear_fp8.py",
     ),
     python(
+        "layers with scales of blocks go by rows of other scales",
+        CALLS,
+        'of_factors(self._name, bool(scales), "x_scale_strides" in scales)',
+        "of_factors(self._name, bool(scales))",
+        OF_TABLES,
+    ),
+    python(
         "a prepared layer takes scales of blocks of any strides",
         SCALING,
         "return x.shape, x.stride(), weight.shape, self.out_dtype",

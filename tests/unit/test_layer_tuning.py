@@ -11,8 +11,15 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from llm_comm import Communicator
-from llm_comm.bench.layer_chains import call_of_choice, choices_of, make_weights
+from llm_comm import Communicator, _core
+from llm_comm.bench.layer_chains import (
+    call_of_choice,
+    calls_of_others,
+    choices_of,
+    layer_by_torch,
+    make_weights,
+    unit_scales,
+)
 from llm_comm.config import EngineOptions
 from llm_comm.integrations import layer_tuning
 from llm_comm.integrations.layer_tuning import TOKENS, LayerBench, budget_s, rows_of, tune
@@ -86,6 +93,34 @@ def test_kernels_that_a_device_lacks_are_passed_over(comm: Communicator, monkeyp
     monkeypatch.setattr(layer_tuning, "calls_of_others", lambda *_: [lacks])
     with pytest.raises(RuntimeError, match="only compiled for other devices"):
         LayerBench(comm).times(KEY)
+
+
+@pytest.mark.parametrize("operation", ["linear_fp8_blocks", "linear_silu_and_mul_fp8_blocks"])
+def test_layers_with_scales_of_blocks_are_measured(
+    comm: Communicator, monkeypatch: pytest.MonkeyPatch, operation: str
+) -> None:
+    seen = []
+
+    def calls(x: torch.Tensor, out: torch.Tensor, scales: Any, silu: bool) -> Any:
+        seen.append((x.dtype, [tuple(scale.shape) for scale in scales], silu))
+        return calls_of_others(x, out, scales, silu)
+
+    monkeypatch.setattr(layer_tuning, "calls_of_others", calls)
+    times = LayerBench(comm).times(LayerKey(operation, 192, 256, True))
+    assert all(theirs > 0 and ours for theirs, ours in times)
+    rows = 3 if "silu" in operation else 2  # blocks of 384 rows, or 192
+    assert seen == [(FP8, [(tokens, 2), (rows, 2)], "silu" in operation) for tokens in (1, 16)]
+
+
+def test_the_layer_that_scales_of_blocks_are_compared_with(comm: Communicator) -> None:
+    (weight,) = make_weights(1, (192, 256), FP8, CPU, 0)
+    x, out = torch.randn(3, 256).to(FP8), torch.empty(3, 192, dtype=torch.bfloat16)
+    scales = unit_scales(x, 192, True)
+    for scale in scales:
+        scale.copy_(torch.rand(scale.shape) / 256)
+    by_torch = layer_by_torch(x, out, scales)(weight)
+    (ours,) = call_of_choice(comm, x, out, scales, False, _core.LinearChoice())(weight)
+    assert torch.allclose(ours.float(), by_torch.float(), rtol=2**-7, atol=1e-3)
 
 
 @pytest.mark.parametrize("silu", [False, True])
