@@ -11,6 +11,7 @@ import statistics
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
+from typing import Any
 
 import torch
 
@@ -243,6 +244,38 @@ def layer_by_deep_gemm(
     return call
 
 
+def layer_by_flashinfer(x: torch.Tensor, scales: Sequence[torch.Tensor]) -> Callable[[torch.Tensor], torch.Tensor]:
+    """The layer of a weight of FP8 with scales of blocks by FlashInfer, as vLLM calls it: of bf16, which it quantizes
+    itself. The result is a new tensor."""
+    plain, weight_scale = x.to(torch.bfloat16), scales[1]
+    return lambda weight: torch.ops.vllm.flashinfer_fp8_blockscale_gemm(plain, weight, weight_scale)
+
+
+def quantization_before(x: torch.Tensor, scales: Sequence[torch.Tensor]) -> Callable[[], object] | None:
+    """vLLM's quantization by blocks of what becomes ``x``; None: it is not loaded, or there are no scales of blocks.
+
+    With it layers that take FP8 are compared with FlashInfer's, which has a quantization of its own.
+    """
+    is_loaded = x.device.type == "cuda" and hasattr(torch.ops._C, "per_token_group_fp8_quant")
+    if not scales or not has_block_scales(x, scales) or not is_loaded:
+        return None
+    plain, largest = x.to(torch.bfloat16), torch.finfo(x.dtype).max
+    numbers = (GROUP_SIZE, 1e-10, -largest, largest)
+    return lambda: torch.ops._C.per_token_group_fp8_quant(plain, x, scales[0], *numbers, False, True, True)
+
+
+def behind(first: Callable[[], object] | None, call: Callable[[torch.Tensor], Any]) -> Callable[[torch.Tensor], Any]:
+    """The call of a layer with what stands before it."""
+    if first is None:
+        return call
+
+    def both(weight: torch.Tensor) -> Any:
+        first()
+        return call(weight)
+
+    return both
+
+
 def has_block_scales(x: torch.Tensor, scales: Sequence[torch.Tensor]) -> bool:
     """Return whether the scales of a layer of FP8 are those of blocks. Of one block of inputs ``False`` is as good."""
     return scales[0].numel() > len(x)
@@ -252,13 +285,18 @@ def calls_of_others(
     x: torch.Tensor, out: torch.Tensor, scales: Sequence[torch.Tensor], silu: bool
 ) -> list[Callable[[torch.Tensor], object]]:
     """The layer by the kernels that engines have for it: torch's, and of FP8 those of vLLM that are loaded. Behind gate
-    and up stands an activation that reads and writes as silu-and-mul does."""
+    and up stands an activation that reads and writes as silu-and-mul does, and before layers with scales of blocks
+    vLLM's quantization, where it is loaded."""
     products = out.new_empty(len(x), 2 * out.shape[1]) if silu else out
+    quantize = quantization_before(x, scales)
     layers = [layer_by_torch(x, products, scales)]
     if scales and x.device.type == "cuda" and hasattr(torch.ops._C, "cutlass_scaled_mm"):
         layers.append(layer_by_vllm(x, products, scales))
     if scales and has_block_scales(x, scales) and hasattr(torch.ops.vllm, "fp8_gemm_nt_op"):
         layers.append(layer_by_deep_gemm(x, products, scales))
+    layers = [behind(quantize, layer) for layer in layers]
+    if quantize is not None and hasattr(torch.ops.vllm, "flashinfer_fp8_blockscale_gemm"):
+        layers.append(layer_by_flashinfer(x, scales))
     if not silu:
         return list(layers)
 

@@ -19,10 +19,12 @@ import torch
 import torch.distributed as dist
 
 from llm_comm.bench.layer_chains import (
+    behind,
     call_of_choice,
     calls_of_others,
     choices_of,
     cold_weights,
+    quantization_before,
     spacer_of,
     time_chain,
     time_fastest,
@@ -213,10 +215,11 @@ class LayerBench:
                 scales,
                 weights_of(operation) > 1,
             )
+            quantize = quantization_before(x, scales)
             theirs = time_fastest([_spaced(call, spacer) for call in calls_of_others(*of_layer)], weights, _REPS)
             ours = []
             for choice in choices_of(communicator, *of_layer)[:_MOST_CHOICES]:
-                call = call_of_choice(communicator, *of_layer, choice)
+                call = behind(quantize, call_of_choice(communicator, *of_layer, choice))
                 us = time_chain(_spaced(call, spacer), weights, _REPS)
                 ours.append((choice.block_outputs, choice.stages, choice.stage_boxes, round(us, 3)))
             found.append((round(theirs, 3), ours))

@@ -5,8 +5,9 @@
 
 The files are what the kernel's own choice is fitted to, and judged by (docs/experiments/linear.md). Of FP8 the layer
 beside it is ``torch._scaled_mm``; of silu-and-mul it is cuBLAS alone, without the activation. Of ``--list blocks``, FP8
-with scales of blocks, it is the fastest of torch's kernel and, where vLLM is installed, vLLM's kernels. Where there is
-no GPU, a small layer is timed on an emulated one.
+with scales of blocks, it is the fastest of torch's kernel and, where vLLM is installed, vLLM's kernels. Then vLLM's
+quantization stands before all layers but FlashInfer's, which quantizes itself. Where there is no GPU, a small layer is
+timed on an emulated one.
 
 Layers are timed with dependent launches, in two kinds of chains. In a ``row`` one stands behind another: where a layer
 leaves multiprocessors free, the next one runs beside it. In engines that is so of gate and up and the layer behind
@@ -29,10 +30,12 @@ from linear_shapes import LISTS, Layer
 
 from llm_comm import Communicator, Config, _core
 from llm_comm.bench.layer_chains import (
+    behind,
     call_of_choice,
     calls_of_others,
     cold_weights,
     layer_by_torch,
+    quantization_before,
     spacer_of,
     time_chain,
     time_fastest,
@@ -134,7 +137,8 @@ class Bench:
         out = torch.empty(len(x), layer.outputs, dtype=torch.bfloat16, device=x.device)
         tiling = _core.LinearChoice(block_outputs=choice[0], stages=choice[1], stage_boxes=choice[2])
         try:
-            return call_of_choice(self._comm, x, out, scales, layer.has_silu, tiling)
+            call = call_of_choice(self._comm, x, out, scales, layer.has_silu, tiling)
+            return behind(quantization_before(x, scales), call)
         except ValueError:
             return None
 

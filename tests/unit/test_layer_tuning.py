@@ -6,6 +6,7 @@ import logging
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -121,6 +122,26 @@ def test_the_layer_that_scales_of_blocks_are_compared_with(comm: Communicator) -
     by_torch = layer_by_torch(x, out, scales)(weight)
     (ours,) = call_of_choice(comm, x, out, scales, False, _core.LinearChoice())(weight)
     assert torch.allclose(ours.float(), by_torch.float(), rtol=2**-7, atol=1e-3)
+
+
+def test_the_kernels_of_vllm_that_layers_with_scales_of_blocks_are_compared_with() -> None:
+    """By name: with vLLM's operators loaded, on a GPU."""
+    called = []
+
+    def named(name: str) -> mock.Mock:
+        return mock.Mock(side_effect=lambda *_, **__: called.append(name))
+
+    of_c = mock.Mock(cutlass_scaled_mm=named("cutlass"), per_token_group_fp8_quant=named("quantize"))
+    of_vllm = mock.Mock(fp8_gemm_nt_op=named("deep_gemm"), flashinfer_fp8_blockscale_gemm=named("flashinfer"))
+    x = mock.MagicMock(device=CUDA, dtype=FP8, shape=(3, 256))
+    x.__len__.return_value = 3
+    scales, out = (mock.Mock(numel=lambda: 6), mock.Mock()), mock.Mock(dtype=torch.bfloat16)
+    operators = mock.Mock(_C=of_c, vllm=of_vllm)
+    with mock.patch.object(torch, "ops", operators), mock.patch.object(torch, "_scaled_mm", named("torch")):
+        for call in calls_of_others(x, out, scales, False):
+            call(mock.Mock())
+    with_quantization = [("quantize", name) for name in ("torch", "cutlass", "deep_gemm")]
+    assert called == [name for pair in with_quantization for name in pair] + ["flashinfer"]
 
 
 @pytest.mark.parametrize("silu", [False, True])

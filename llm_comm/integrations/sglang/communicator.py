@@ -237,7 +237,11 @@ def _set_up_linears(group: Any, communicator: Communicator, model: Model | None)
     if why_not is None:
         # By each rank alone, like FP8: no other takes part in a layer.
         activates = TABLE.attempt(seams.SILU_AND_MUL) is None
-        layers = () if model is None else layers_of(model, group.world_size, activates and model.is_activated_in_sglang)
+        layers = (
+            ()
+            if model is None
+            else layers_of(model, group.world_size, activates and model.is_activated_in_sglang, with_block_scales=False)
+        )
         found = layer_tuning.tune(communicator, group.cpu_group, layers, logger)
         why_not = why_not_preferred(communicator)
     if why_not is None:

@@ -205,13 +205,23 @@ class LlmCommCommunicator(CudaCommunicator):  # type: ignore[misc]
         """See ``invariant_linear.py``; None once llm_comm has left the group."""
         return self._try_linear(linear.linear_of_any_batch, x, weight, linear.FIRST_INVARIANT_LINEAR)
 
-    def prefers_linear(self, outputs: int, inputs: int, fp8: bool = False) -> bool:
+    def prefers_linear(self, outputs: int, inputs: int, fp8: bool = False, block_scales: bool = False) -> bool:
         """Whether any batch of a linear layer is to be computed by llm_comm, of those that are small enough."""
-        return self._prefers(outputs, inputs, silu_and_mul=False, fp8=fp8)
+        return self._prefers(outputs, inputs, silu_and_mul=False, fp8=fp8, block_scales=block_scales)
 
-    def prefers_linear_silu_and_mul(self, outputs: int, inputs: int, fp8: bool = False) -> bool:
+    def prefers_linear_silu_and_mul(
+        self, outputs: int, inputs: int, fp8: bool = False, block_scales: bool = False
+    ) -> bool:
         """The same of gate and up with silu-and-mul, with so many outputs each."""
-        return self._prefers(outputs, inputs, silu_and_mul=True, fp8=fp8)
+        return self._prefers(outputs, inputs, silu_and_mul=True, fp8=fp8, block_scales=block_scales)
+
+    def prefers_blocks(self, outputs: int, inputs: int, tokens: int, silu_and_mul: bool) -> bool:
+        """Whether a batch of so many tokens of a layer of FP8 with scales of blocks is to be computed by llm_comm."""
+        communicator = self._llm_comm
+        if communicator is None:
+            return False
+        prefers = communicator.prefers_linear_silu_and_mul if silu_and_mul else communicator.prefers_linear
+        return prefers(outputs, inputs, tokens, fp8=True, block_scales=True)
 
     # Of vLLM 0.33, which calls them for all groups, on all of their ranks.
 
