@@ -22,8 +22,9 @@ class PreparedLinear final : public PreparedCall {
         problem_(problem),
         choice_(linear::complete(problem, choice, launcher.sm_count(), launcher.max_shared_bytes())),
         grid_(linear::grid(problem, choice_)),
-        function_(launcher.function(
-            find_linear_kernel(problem.factors, problem.type, problem.epilogue, linear::token_rows(problem.tokens)))) {
+        function_(
+            launcher.function(find_linear_kernel(problem.factors, problem.type, problem.epilogue,
+                                                 has_block_scales(problem), linear::token_rows(problem.tokens)))) {
     if (is_scaled() && !launcher.multiplies_fp8()) {
       throw std::invalid_argument("linear layer: FP8 needs a GPU of sm_89 or later, and a build with kernels for it");
     }
@@ -31,6 +32,8 @@ class PreparedLinear final : public PreparedCall {
     args_.epilogue = problem.epilogue;
     args_.x_scale_of = problem.x_scale;
     args_.weight_scale_of = problem.weight_scale;
+    args_.x_scale_token_stride = problem.x_scale_token_stride;
+    args_.x_scale_block_stride = problem.x_scale_block_stride;
     args_.block_outputs = choice_.block_outputs;
     args_.stages = choice_.stages;
     args_.stage_boxes = choice_.stage_boxes;

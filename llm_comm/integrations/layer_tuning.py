@@ -18,7 +18,18 @@ from functools import partial
 import torch
 import torch.distributed as dist
 
-from llm_comm.bench.layer_chains import call_of_choice, calls_of_others, choices_of, cold_weights, spacer_of, time_chain
+from llm_comm.bench.layer_chains import (
+    behind,
+    call_of_choice,
+    calls_of_others,
+    choices_of,
+    cold_weights,
+    quantization_before,
+    spacer_of,
+    time_chain,
+    time_fastest,
+    unit_scales,
+)
 from llm_comm.communicator import Communicator
 from llm_comm.config import EngineOptions
 from llm_comm.errors import MissingRankError, RendezvousError
@@ -27,7 +38,7 @@ from llm_comm.integrations.engine_config import options_of
 from llm_comm.integrations.joining import ENGINE_TIMEOUT_S
 from llm_comm.integrations.measured_tables import MeasuredTables
 from llm_comm.operations.fp8 import FP8
-from llm_comm.planning.layers import LayerKey, LayerRow, is_fp8, weights_of
+from llm_comm.planning.layers import LayerKey, LayerRow, has_block_scales, is_fp8, weights_of
 from llm_comm.planning.models import Layer
 from llm_comm.runtime.rendezvous import Rendezvous
 
@@ -197,39 +208,23 @@ class LayerBench:
             x = torch.empty(tokens, inputs, device=device).normal_(generator=self._random).to(dtype)
             scales: tuple[torch.Tensor, ...] = ()
             if dtype is FP8:
-                scales = torch.ones(tokens, 1, device=device), torch.ones(len(weights[0]), 1, device=device)
+                scales = unit_scales(x, len(weights[0]), has_block_scales(operation))
             of_layer = (
                 x,
                 torch.empty(tokens, outputs, dtype=torch.bfloat16, device=device),
                 scales,
                 weights_of(operation) > 1,
             )
-            theirs = _fastest([_spaced(call, spacer) for call in calls_of_others(*of_layer)], weights)
+            quantize = quantization_before(x, scales)
+            theirs = time_fastest([_spaced(call, spacer) for call in calls_of_others(*of_layer)], weights, _REPS)
             ours = []
             for choice in choices_of(communicator, *of_layer)[:_MOST_CHOICES]:
-                call = call_of_choice(communicator, *of_layer, choice)
+                call = behind(quantize, call_of_choice(communicator, *of_layer, choice))
                 us = time_chain(_spaced(call, spacer), weights, _REPS)
                 ours.append((choice.block_outputs, choice.stages, choice.stage_boxes, round(us, 3)))
             found.append((round(theirs, 3), ours))
         communicator.check()
         return found
-
-
-def _fastest(calls: Sequence[Callable[[torch.Tensor], object]], weights: Sequence[torch.Tensor]) -> float:
-    """Time calls, and return the microseconds of the fastest that the device has kernels for: some GPUs lack torch's
-    kernel for FP8 with a scale for each row.
-
-    Raises:
-        RuntimeError: It has none.
-    """
-    times: list[float] = []
-    for call in calls:
-        try:
-            times.append(time_chain(call, weights, _REPS))
-        except RuntimeError:
-            if call is calls[-1] and not times:
-                raise
-    return min(times)
 
 
 def _spaced(call: Callable[[torch.Tensor], object], spacer: Callable[[], object]) -> Callable[[torch.Tensor], object]:

@@ -77,6 +77,7 @@ def prefers_some(
     most_tokens: int,
     silu_and_mul: bool = False,
     fp8: bool = False,
+    block_scales: bool = False,
 ) -> bool:
     """Whether a layer of this shape is to be computed by llm_comm for some number of tokens up to ``most_tokens``.
 
@@ -84,9 +85,11 @@ def prefers_some(
         outputs, inputs: As ``Communicator.prefers_linear`` takes them, or ``prefers_linear_silu_and_mul``.
         silu_and_mul: Whether the layer is a gate-and-up projection with its activation.
         fp8: Whether x and the weight are FP8.
+        block_scales: Whether scales of FP8 are those of blocks.
     """
     prefers = communicator.prefers_linear_silu_and_mul if silu_and_mul else communicator.prefers_linear
-    return any(prefers(outputs, inputs, tokens, fp8=fp8) for tokens in range(1, most_tokens + 1))
+    kind = {"fp8": fp8, "block_scales": block_scales}
+    return any(prefers(outputs, inputs, tokens, **kind) for tokens in range(1, most_tokens + 1))
 
 
 def takes_all_batches_of(weight: torch.Tensor) -> bool:

@@ -276,7 +276,7 @@ class Linear:
             and weight.shape[0] % self._parts == 0
             and takes_features(weight.shape[0] // self._parts)
             and 1 <= x.numel() // weight.shape[1] <= self._most_tokens
-            and (scaling is None or scaling.accepts_traced(self._device, x.numel() // weight.shape[1], weight.shape[0]))
+            and (scaling is None or scaling.accepts_traced(self._device, x, weight.shape[0]))
             and (bias is None or self._accepts_traced_bias(bias, weight, result_type(x, scaling)))
         )
 
@@ -302,7 +302,10 @@ class Linear:
             elements = math.prod(shape)
             kind = self._name, elements * dtype.itemsize, _ALGORITHM, NONE
             counter = self._handle.tallies.counter(*kind)
-            run = self._prepare_by_table(tokens, inputs, outputs, dtype, scaling, counter)
+            scales = {} if scaling is None else {"scales": scaling.whose(x, rows)}
+            if scaling is not None and _core.SCALE_OF_BLOCK in scales["scales"]:
+                scales["x_scale_strides"] = scaling.strides_of_blocks()
+            run = self._prepare_by_table(tokens, inputs, outputs, dtype, scales, counter)
             if self._planner.config.nvtx:
                 run = within_range(run, self._device, *kind)
             prepared = PreparedLinear(run, shape, elements, dtype)
@@ -315,11 +318,11 @@ class Linear:
         inputs: int,
         outputs: int,
         dtype: torch.dtype,
-        scaling: Scaling | None,
+        scales: dict[str, Any],
         counter: _core.Counter,
     ) -> Callable[..., bool]:
         """What the core returns, for what the tuning table says of such a layer."""
-        operation = of_factors(self._name, scaling is not None)
+        operation = of_factors(self._name, bool(scales), "x_scale_strides" in scales)
         prepare = partial(
             self._handle.core().prepare_linear,
             tokens=tokens,
@@ -328,9 +331,8 @@ class Linear:
             data_type=self._data_types[dtype],
             epilogue=self._epilogue,
             counter=counter,
+            **scales,
         )
-        if scaling is not None:
-            prepare = partial(prepare, scales=(scaling.x.numel() > 1, scaling.weight.numel() > 1))
         try:
             return prepare(choice=self._planner.layer_choice(operation, outputs, inputs, tokens))
         except ValueError as error:
@@ -376,7 +378,7 @@ class Linear:
         tokens = x.numel() // inputs
         if not 1 <= tokens <= self._most_tokens:
             return f"{tokens} tokens: it takes 1 to {self._most_tokens}"
-        why = "" if scaling is None else scaling.why_not(self._device, tokens, rows)
+        why = "" if scaling is None else scaling.why_not(self._device, x, rows)
         return why or ("" if bias is None else self._why_not_bias(bias, weight, result_type(x, scaling)))
 
     def _why_not_bias(self, bias: _Tensor, weight: _Tensor, dtype: torch.dtype) -> str:

@@ -63,6 +63,10 @@ class LinearLayers:
         ``out_dtype``. On GPUs the sum has fewer bits than fp32 then (docs/reference/linear.md).
         ``weight_scale`` and ``bias`` are read as early as the weight.
 
+        Scales of blocks (DeepSeek-V3, Qwen3-FP8) belong to 128 inputs: of one token, and of 128 outputs. The products
+        of each block of inputs are summed by the tensor cores. The fp32 sum of even blocks, and that of odd blocks,
+        adds ``(x_scale * weight_scale) * products`` block by block. The result is the sum of the two, and the bias.
+
         Args:
             x: [..., inputs], contiguous, bfloat16, float16 or float8_e4m3fn, 1 to 64 rows, on this communicator's
                 device. Where it does not begin at a multiple of 16 bytes it is copied.
@@ -71,8 +75,10 @@ class LinearLayers:
             out: Where the result goes: contiguous, of as many elements as that, and its dtype. It must share no memory
                 with ``x``, ``weight``, their scales or ``bias``. None: a new tensor.
             bias: [outputs], contiguous, of the dtype of the result. None: nothing is added.
-            x_scale: float32, of float8_e4m3fn alone: one scale, or one for each row of ``x``; contiguous.
-            weight_scale: The same of ``weight``: one scale, or one for each output.
+            x_scale: float32, of float8_e4m3fn alone: one scale, or one for each row of ``x``; contiguous. Of blocks:
+                [..., inputs / 128], contiguous, or two dimensions with any strides, as group quantizations return.
+            weight_scale: The same of ``weight``: one scale, or one for each output; contiguous. Of blocks, where
+                ``x_scale`` is too: [outputs / 128, rounded up, inputs / 128], contiguous.
             out_dtype: Of the result of float8_e4m3fn: bfloat16 or float16. None: that of ``out``, else bfloat16.
 
         Returns:
@@ -160,7 +166,8 @@ class LinearLayers:
                 ``linear``.
             out, x_scale, out_dtype: As of ``linear``.
             bias: [2 * outputs], for gate and then for up.
-            weight_scale: One scale, or one for each of the 2 * outputs rows.
+            weight_scale: One scale, or one for each of the 2 * outputs rows; of blocks
+                [2 * outputs / 128, rounded up, inputs / 128].
 
         Returns:
             ``out``, or a new tensor [..., outputs], of the dtype of ``x``, or ``out_dtype``.
@@ -358,7 +365,7 @@ class LinearLayers:
         Raises:
             CommunicatorError, RuntimeError: As of ``linear``, of layers that are served.
         """
-        if not self._prefers_operands(LINEAR, x, weight, x_scale is not None):
+        if not self._prefers_operands(LINEAR, x, weight, x_scale, weight_scale):
             return None
         options: dict[str, Any] = {"bias": bias, "x_scale": x_scale, "weight_scale": weight_scale}
         options["out_dtype"] = out_dtype
@@ -401,7 +408,8 @@ class LinearLayers:
         weight: torch.Tensor,
         options: dict[str, Any],
     ) -> torch.Tensor | None:
-        if not self._prefers_operands(LINEAR_SILU_AND_MUL, x, weight, options["x_scale"] is not None):
+        scales = options["x_scale"], options["weight_scale"]
+        if not self._prefers_operands(LINEAR_SILU_AND_MUL, x, weight, *scales):
             return None
         return attempt(partial(accepts, x, weight, **options), partial(call, x, weight, **options))
 
@@ -424,7 +432,7 @@ class LinearLayers:
         aligned: nothing has been summed then, and the ranks that were served wait for the same sum from
         ``all_reduce_add_rms_norm`` of what this rank computes itself.
         """
-        if not self._prefers_operands(LINEAR, x, linear_weight, x_scale is not None):
+        if not self._prefers_operands(LINEAR, x, linear_weight, x_scale, weight_scale):
             return None
         options: dict[str, Any] = {"bias": bias, "x_scale": x_scale, "weight_scale": weight_scale}
         return attempt(
@@ -439,13 +447,22 @@ class LinearLayers:
             ),
         )
 
-    def _prefers_operands(self, operation: str, x: torch.Tensor, weight: torch.Tensor, fp8: bool) -> bool:
+    def _prefers_operands(
+        self,
+        operation: str,
+        x: torch.Tensor,
+        weight: torch.Tensor,
+        x_scale: torch.Tensor | None,
+        weight_scale: torch.Tensor | None,
+    ) -> bool:
         """Return whether the layer of these operands is preferred."""
         if weight.dim() != 2 or weight.is_nested or x.is_nested:  # which have no shape
             return False
         rows, inputs = weight.shape
         outputs = rows // 2 if operation == LINEAR_SILU_AND_MUL else rows
-        return self._prefers(operation, outputs, inputs, x.shape[:-1].numel(), fp8)
+        fp8 = x_scale is not None
+        blocks = fp8 and weight_scale is not None and Scaling(x_scale, weight_scale, None).of_blocks(x, rows)
+        return self._prefers(operation, outputs, inputs, x.shape[:-1].numel(), fp8, blocks)
 
     # ---- What would be served -----------------------------------------------------------------------------------
 
@@ -531,7 +548,9 @@ class LinearLayers:
     #: The name of before, for a release.
     accepts_fused_linear = accepts_linear_all_reduce_add_rms_norm
 
-    def prefers_linear(self, outputs: int, inputs: int, tokens: int, *, fp8: bool = False) -> bool:
+    def prefers_linear(
+        self, outputs: int, inputs: int, tokens: int, *, fp8: bool = False, block_scales: bool = False
+    ) -> bool:
         """Whether an engine is to compute a layer of this shape by ``linear`` and its kin, in place of its own kernel.
 
         As ``Config.fuse_linear`` says: ``"auto"`` where the tuning table has measured that it is faster, with ``pdl``
@@ -542,22 +561,25 @@ class LinearLayers:
             outputs, inputs: Of the weight of this rank.
             tokens: Rows of ``x``.
             fp8: Whether ``x`` and the weight are float8_e4m3fn. Tables have rows of their own for that.
+            block_scales: Of FP8, whether scales are those of blocks. Tables have rows of their own for these too.
         """
-        return self._prefers(LINEAR, outputs, inputs, tokens, fp8)
+        return self._prefers(LINEAR, outputs, inputs, tokens, fp8, block_scales)
 
-    def prefers_linear_silu_and_mul(self, outputs: int, inputs: int, tokens: int, *, fp8: bool = False) -> bool:
+    def prefers_linear_silu_and_mul(
+        self, outputs: int, inputs: int, tokens: int, *, fp8: bool = False, block_scales: bool = False
+    ) -> bool:
         """The same of ``linear_silu_and_mul``, in place of a gate-and-up projection and the activation behind it.
 
         Args:
             outputs: Of gate, and as many of up: half of the rows of the weight.
-            inputs, tokens, fp8: As of ``prefers_linear``.
+            inputs, tokens, fp8, block_scales: As of ``prefers_linear``.
         """
-        return self._prefers(LINEAR_SILU_AND_MUL, outputs, inputs, tokens, fp8)
+        return self._prefers(LINEAR_SILU_AND_MUL, outputs, inputs, tokens, fp8, block_scales)
 
-    def _prefers(self, operation: str, outputs: int, inputs: int, tokens: int, fp8: bool) -> bool:
+    def _prefers(self, operation: str, outputs: int, inputs: int, tokens: int, fp8: bool, block_scales: bool) -> bool:
         if fp8 and not self._operations.linear.has_fp8:
             return False
-        return self._planner.prefers_layer(of_factors(operation, fp8), outputs, inputs, tokens)
+        return self._planner.prefers_layer(of_factors(operation, fp8, block_scales), outputs, inputs, tokens)
 
     @property
     def max_preferred_tokens(self) -> int:

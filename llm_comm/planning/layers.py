@@ -15,8 +15,9 @@ LINEAR_SILU_AND_MUL = "linear_silu_and_mul"
 LINEAR_GELU_TANH_AND_MUL = "linear_gelu_tanh_and_mul"
 #: Methods whose kernel is that of another method, and so are its rows.
 _MEASURED_AS = {LINEAR_GELU_TANH_AND_MUL: LINEAR_SILU_AND_MUL}
-#: The same of FP8 operands, which are measured by themselves.
+#: The same of FP8 operands, which are measured by themselves, and of FP8 operands with scales of blocks.
 _OF_FP8 = {LINEAR: "linear_fp8", LINEAR_SILU_AND_MUL: "linear_silu_and_mul_fp8"}
+_OF_BLOCKS = {LINEAR: "linear_fp8_blocks", LINEAR_SILU_AND_MUL: "linear_silu_and_mul_fp8_blocks"}
 #: Tokens, bytes of a weight and bytes of its rows, up to which a layer that no table has is faster than cuBLAS, with
 #: dependent launches: by 4 % at least, on H100 and H200 (docs/experiments/linear.md, "Beside cuBLAS").
 _FASTER_UNMEASURED = ((64, 32_000_000, 10_752), (32, 128_000_000, 32_768))
@@ -85,20 +86,31 @@ def inputs_multiple(fp8: bool) -> int:
     return _core.linear_fp8_multiple if fp8 else _core.linear_multiple
 
 
-def of_factors(operation: str, fp8: bool) -> str:
-    """Name in tables of a method's layers, of FP8 operands or of others."""
+def of_factors(operation: str, fp8: bool, block_scales: bool = False) -> str:
+    """Name in tables of a method's layers, of FP8 operands or of others.
+
+    Args:
+        block_scales: Whether scales of FP8 operands are those of blocks.
+    """
     operation = _MEASURED_AS.get(operation, operation)
+    if fp8 and block_scales:
+        return _OF_BLOCKS[operation]
     return _OF_FP8[operation] if fp8 else operation
 
 
 def weights_of(operation: str) -> int:
     """Rows of the weight for an output: 2 where those of gate and up are one layer."""
-    return 2 if operation in (LINEAR_SILU_AND_MUL, _OF_FP8[LINEAR_SILU_AND_MUL]) else 1
+    return 2 if operation in (LINEAR_SILU_AND_MUL, *(of[LINEAR_SILU_AND_MUL] for of in (_OF_FP8, _OF_BLOCKS))) else 1
 
 
 def is_fp8(operation: str) -> bool:
     """Whether operands of a table's operation are FP8."""
-    return operation in _OF_FP8.values()
+    return operation in _OF_FP8.values() or has_block_scales(operation)
+
+
+def has_block_scales(operation: str) -> bool:
+    """Whether operands of a table's operation are FP8 with scales of blocks."""
+    return operation in _OF_BLOCKS.values()
 
 
 def choice_of_layer(
@@ -145,7 +157,12 @@ def is_measured(limits: _core.Limits) -> bool:
 
 
 def tokens_by_size(operation: str, outputs: int, inputs: int) -> int:
-    """Up to how many tokens a layer that no table has is faster than cuBLAS, by the size of its weight alone."""
+    """Up to how many tokens a layer that no table has is faster than cuBLAS, by the size of its weight alone.
+
+    Layers with scales of blocks have no such rule: none was measured.
+    """
+    if has_block_scales(operation):
+        return 0
     row_bytes = inputs * (1 if is_fp8(operation) else 2)
     return next(
         (

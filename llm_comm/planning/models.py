@@ -13,6 +13,8 @@ from llm_comm.planning.layers import LINEAR, LINEAR_SILU_AND_MUL, inputs_multipl
 
 #: As kMaxHidden in csrc/algorithms/all_reduce_add_rms_norm/operation.cuh.
 _MOST_HIDDEN = 16384
+#: ``weight_block_size`` of FP8 with scales of blocks: kScaleBlock in csrc/algorithms/linear/problem.h.
+_SERVED_BLOCKS = [128, 128]
 _EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
 _GEMMA_3 = ("gemma3", "gemma3_text")
 #: Entries that their config.json leaves out where they are those of transformers' Gemma3TextConfig, as that of
@@ -50,6 +52,8 @@ class Model(NamedTuple):
     #: Why linear layers are not served, or "".
     why_not_layers: str
     is_fp8: bool
+    #: Whether scales of FP8 are those of blocks of 128 x 128.
+    has_block_scales: bool
     experts: int
     has_latent_attention: bool
 
@@ -125,7 +129,9 @@ def of_config(whole: Mapping[str, Any], name: str = "", quantization: str | None
     activation = str(config.get("hidden_act") or config.get("hidden_activation") or "silu")
     of_checkpoint = config.get("quantization_config")
     of_engine = {} if quantization is None else {"quant_method": quantization}
-    why_quantized, is_fp8 = _quantization(of_checkpoint if isinstance(of_checkpoint, Mapping) else of_engine)
+    why_quantized, is_fp8, has_block_scales = _quantization(
+        of_checkpoint if isinstance(of_checkpoint, Mapping) else of_engine
+    )
     return Model(
         name=name,
         kind=kind,
@@ -140,6 +146,7 @@ def of_config(whole: Mapping[str, Any], name: str = "", quantization: str | None
         why_not_norm=_why_not_norm(hidden, config),
         why_not_layers=why_quantized,
         is_fp8=is_fp8,
+        has_block_scales=has_block_scales,
         experts=experts,
         has_latent_attention=bool(config.get("kv_lora_rank")),
     )
@@ -151,15 +158,16 @@ def _why_not_norm(hidden: int, config: Mapping[str, Any]) -> str:
     return "" if hidden <= _MOST_HIDDEN else f"rows of {hidden} are longer than {_MOST_HIDDEN}"
 
 
-def _quantization(config: Mapping[str, Any]) -> tuple[str, bool]:
-    """Why layers are not served, or "", and whether operands are FP8."""
+def _quantization(config: Mapping[str, Any]) -> tuple[str, bool, bool]:
+    """Why layers are not served, or "", whether operands are FP8, and whether scales are those of blocks."""
     if not config:
-        return "", False
+        return "", False, False
     method = str(config.get("quant_method"))
-    if config.get("weight_block_size"):
-        return "FP8 with scales of blocks", True
+    blocks = config.get("weight_block_size")
+    if blocks and (method != "fp8" or blocks != _SERVED_BLOCKS):
+        return f"quantized by {method} with scales of blocks of {blocks}", True, False
     if method == "fp8":
-        return "", True
+        return "", True, bool(blocks)
     groups = config.get("config_groups")
     if method == "compressed-tensors" and isinstance(groups, Mapping):
         parts = [
@@ -169,8 +177,8 @@ def _quantization(config: Mapping[str, Any]) -> tuple[str, bool]:
             for part in (group.get("weights"), group.get("input_activations"))
         ]
         if parts and all(_is_served_fp8(part) for part in parts):
-            return "", True
-    return f"quantized by {method}", False
+            return "", True, False
+    return f"quantized by {method}", False, False
 
 
 def _is_served_fp8(part: Any) -> bool:
@@ -182,11 +190,14 @@ def _is_served_fp8(part: Any) -> bool:
     )
 
 
-def layers_of(model: Model, ranks: int, with_activation: bool = True) -> Iterator[Layer]:
+def layers_of(
+    model: Model, ranks: int, with_activation: bool = True, with_block_scales: bool = True
+) -> Iterator[Layer]:
     """The linear layers that a rank computes.
 
     Args:
         with_activation: Whether gate and up are one layer with their activation, where there is a kernel for it.
+        with_block_scales: Whether the engine's layers of FP8 with scales of blocks are served.
 
     Returns:
         None where ranks do not divide the model.
@@ -195,6 +206,8 @@ def layers_of(model: Model, ranks: int, with_activation: bool = True) -> Iterato
         return
     heads, kv_heads = model.heads // ranks, max(1, model.kv_heads // ranks)
     behind = "the norm behind its sum is not fused" if model.why_not_norm else ""
+    if model.has_block_scales and not with_block_scales:
+        model = model._replace(why_not_layers="FP8 with scales of blocks")
     if not model.has_latent_attention:
         outputs = (heads + 2 * kv_heads) * model.head_size
         yield _layer(model, "qkv_proj", LINEAR, outputs, model.hidden)
@@ -209,12 +222,15 @@ def layers_of(model: Model, ranks: int, with_activation: bool = True) -> Iterato
         yield _layer(model, "down_proj", LINEAR, model.hidden, inner, behind)
 
 
-def layers_to_measure(model: Model, ranks: int, with_activation: bool = True) -> Iterator[Layer]:
+def layers_to_measure(
+    model: Model, ranks: int, with_activation: bool = True, with_block_scales: bool = True
+) -> Iterator[Layer]:
     """Return the layers that an engine measures when it starts: those of ``layers_of``, and gate and up without their
     activation. An engine computes them so where one kernel for both is not faster."""
-    yield from layers_of(model, ranks, with_activation)
+    yield from layers_of(model, ranks, with_activation, with_block_scales)
     if with_activation:
-        yield from (layer for layer in layers_of(model, ranks, with_activation=False) if layer.name == "gate_up_proj")
+        alone = layers_of(model, ranks, False, with_block_scales)
+        yield from (layer for layer in alone if layer.name == "gate_up_proj")
 
 
 def _layer(model: Model, name: str, operation: str, outputs: int, inputs: int, why_not: str = "") -> Layer:
@@ -224,4 +240,4 @@ def _layer(model: Model, name: str, operation: str, outputs: int, inputs: int, w
         why_not = f"{outputs} outputs are no multiple of {inputs_multiple(False)}"
     if not why_not and not takes_features(inputs, multiple):
         why_not = f"{inputs} inputs are no multiple of {multiple}"
-    return Layer(name, of_factors(operation, model.is_fp8), outputs, inputs, why_not)
+    return Layer(name, of_factors(operation, model.is_fp8, model.has_block_scales), outputs, inputs, why_not)

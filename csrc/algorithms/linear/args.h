@@ -23,6 +23,9 @@ struct LinearArgs {
   ScaleOf weight_scale_of;
   // Into which many tokens are cut; 1 of a few.
   uint32_t token_tiles;
+  // As in LinearProblem.
+  uint32_t x_scale_token_stride;
+  uint32_t x_scale_block_stride;
 };
 
 }  // namespace llm_comm::inline LLM_COMM_TARGET

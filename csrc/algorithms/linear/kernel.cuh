@@ -17,7 +17,13 @@
 // In shared memory lie the barriers, `full` and `empty` of each stage, the scales, the bias, and then the stages: boxes
 // of the weight, then boxes of x. Behind the last one may be read what no result depends on: rows of a box of the weight
 // that it does not have. The sums of the teams take the place of the stages at the end.
+//
+// BlockScales: FP8 with scales of blocks (ScaleOf::kBlock). A box has the inputs of one block. The tensor cores sum the
+// products of a box, and a team adds them to its sums with the scales of the block, box by box. The order of additions
+// is the same as without scales of blocks. Behind the stages lie the scales of each stage.
 #pragma once
+
+#include <type_traits>
 
 #include "algorithms/linear/epilogue.cuh"
 #include "algorithms/linear/kernels.h"
@@ -55,6 +61,10 @@ struct LinearMemory {
   LLM_COMM_DEVICE SharedPlace empty(uint32_t stage) const { return full(stage) + kBarrierBytes; }
   LLM_COMM_DEVICE SharedPlace scales() const { return start + linear::kBarrierBytes; }
   LLM_COMM_DEVICE SharedPlace stage_at(uint32_t offset) const { return start + (linear::kHeaderBytes + offset); }
+  // Of the boxes that begin at `offset`.
+  LLM_COMM_DEVICE SharedPlace block_scales(const LinearArgs& args, uint32_t offset) const {
+    return stage_at(args.stages * args.stage_bytes + offset / kBoxBytesOfScale);
+  }
 };
 
 // Where a block's outputs and tokens begin. Blocks beside each other have the same outputs and tiles of tokens beside each other. They
@@ -77,7 +87,7 @@ struct LinearTile {
 };
 
 // One warp's part of a block.
-template <uint32_t Tokens, uint32_t WeightParts>
+template <uint32_t Tokens, uint32_t WeightParts, bool BlockScales>
 class LinearFetch {
  public:
   LLM_COMM_DEVICE LinearFetch(const LinearArgs& args, const LinearMemory& memory, const LinearTile<Tokens>& tile)
@@ -85,14 +95,15 @@ class LinearFetch {
         memory_(memory),
         boxes_(args.x.row_bytes / kBoxRowBytes),
         tile_(tile),
-        x_offset_(args.stage_boxes * args.block_outputs * kBoxRowBytes) {}
+        x_offset_(args.stage_boxes * args.block_outputs * kBoxRowBytes),
+        scales_(args, tile.first_output, args.block_outputs / WeightParts) {}
 
   // Before anybody else uses the barriers.
   LLM_COMM_DEVICE void begin() const {
     StageCursor at;
     LLM_COMM_UNROLL(1)
     for (; at.first < boxes_ && at.round == 0; at.advance(args_)) {
-      barrier_init(memory_.full(at.stage), kFetchArrivals);
+      barrier_init(memory_.full(at.stage), BlockScales ? kFetchArrivals + kNumberArrivals : kFetchArrivals);
       barrier_init(memory_.empty(at.stage), linear::kTeams * kTeamThreads / kWarpThreads);
       barrier_init_fence();
       fetch_weights(at);
@@ -121,12 +132,19 @@ class LinearFetch {
     fetch_boxes<WeightParts>(memory_.stage_at(at.offset), args_.weight, tile_.first_output, at.first,
                              args_.block_outputs, args_.stage_boxes, full,
                              LinearTile<Tokens>::kIsOne ? BoxUse::kOnce : BoxUse::kShared);
+    if constexpr (BlockScales) scales_.fetch_of_rows(memory_.block_scales(args_, at.offset), at.first, boxes_at(at));
   }
   LLM_COMM_DEVICE void fetch_tokens(const StageCursor& at) const {
     const SharedPlace full = memory_.full(at.stage);
     fetch_boxes<1>(memory_.stage_at(at.offset) + x_offset_, args_.x, tile_.first_token, at.first, Tokens,
                    args_.stage_boxes, full, BoxUse::kShared);
-    fetch_end(full);
+    if constexpr (BlockScales) {
+      scales_.fetch_of_tokens(memory_.block_scales(args_, at.offset + x_offset_), at.first, boxes_at(at));
+    }
+    fetch_end<BlockScales>(full);
+  }
+  LLM_COMM_DEVICE uint32_t boxes_at(const StageCursor& at) const {
+    return boxes_ - at.first < args_.stage_boxes ? boxes_ - at.first : args_.stage_boxes;
   }
 
   const LinearArgs& args_;
@@ -134,10 +152,11 @@ class LinearFetch {
   uint32_t boxes_;
   LinearTile<Tokens> tile_;
   uint32_t x_offset_;
+  std::conditional_t<BlockScales, BlockScaleFetch<Tokens>, NoBlockScales> scales_;
 };
 
 // By all threads of a team.
-template <FactorType F, uint32_t Tokens>
+template <FactorType F, bool BlockScales, uint32_t Tokens>
 LLM_COMM_DEVICE void multiply_for_linear(const LinearArgs& args, const LinearMemory& memory, uint32_t team,
                                          float (&sums)[Tokens / 2]) {
   static_assert(linear::kTeams == 2, "the boxes of a team: every second one");
@@ -153,8 +172,20 @@ LLM_COMM_DEVICE void multiply_for_linear(const LinearArgs& args, const LinearMem
     barrier_wait(memory.full(at.stage), at.round % 2);
     LLM_COMM_UNROLL(1)
     for (uint32_t i = (at.first + team) % 2; i < boxes; i += 2) {
-      multiply_boxes<F>(sums, moved(weights, at.offset + i * weight_bytes), args.block_outputs,
-                        moved(tokens, at.offset + i * kTokenBytes));
+      const Box of_weight = moved(weights, at.offset + i * weight_bytes);
+      const Box of_x = moved(tokens, at.offset + i * kTokenBytes);
+      if constexpr (BlockScales) {
+        float products[Tokens / 2] = {};
+        multiply_boxes<F>(products, of_weight, args.block_outputs, of_x);
+        multiply_end();
+        const uint32_t x_offset = args.stage_boxes * weight_bytes + i * kTokenBytes;
+        const BlockPromotion<Tokens / 2> promotion(memory.block_scales(args, at.offset + i * weight_bytes),
+                                                   memory.block_scales(args, at.offset + x_offset));
+        multiply_wait<0>(products);
+        promotion.add(sums, products);
+      } else {
+        multiply_boxes<F>(sums, of_weight, args.block_outputs, of_x);
+      }
     }
     multiply_end();
     if (at.first > 0) {
@@ -167,7 +198,7 @@ LLM_COMM_DEVICE void multiply_for_linear(const LinearArgs& args, const LinearMem
   multiply_wait<0>(sums);
 }
 
-template <FactorType F, DataType D, uint32_t kParts, uint32_t Tokens>
+template <FactorType F, DataType D, uint32_t kParts, bool BlockScales, uint32_t Tokens>
 LLM_COMM_KERNEL(linear::kThreads)
 linear_layer(LLM_COMM_KERNEL_PARAM LinearArgs args) {
   const LinearMemory memory{tile_memory()};
@@ -179,8 +210,8 @@ linear_layer(LLM_COMM_KERNEL_PARAM LinearArgs args) {
   const uint32_t outputs = args.block_outputs / kParts;
   const LinearTile<Tokens> tile(args, outputs);
   const uint32_t first = tile.first_output;
-  const LinearFetch<Tokens, kParts> fetch(args, memory, tile);
-  LinearScales<F, D> scales(args, memory.scales());
+  const LinearFetch<Tokens, kParts, BlockScales> fetch(args, memory, tile);
+  LinearScales<F, D, BlockScales> scales(args, memory.scales());
   if (fetches) fetch.begin();
   block_sync();
   float sums[Tokens / 2] = {};
@@ -188,7 +219,7 @@ linear_layer(LLM_COMM_KERNEL_PARAM LinearArgs args) {
     fetch.run();
   } else {
     scales.load(team, first, outputs);
-    multiply_for_linear<F, Tokens>(args, memory, team, sums);
+    multiply_for_linear<F, BlockScales, Tokens>(args, memory, team, sums);
     scales.share(team);
   }
   block_sync();  // nobody reads a stage any more
@@ -239,23 +270,23 @@ linear_layer(LLM_COMM_KERNEL_PARAM LinearArgs args) {
   }
 }
 
-template <FactorType F, DataType D, uint32_t Parts>
-LinearKernel LinearKernels<F, D, Parts>::find(uint32_t token_rows) {
+template <FactorType F, DataType D, uint32_t Parts, bool BlockScales>
+LinearKernel LinearKernels<F, D, Parts, BlockScales>::find(uint32_t token_rows) {
   switch (token_rows) {
     case 8:
-      return &linear_layer<F, D, Parts, 8>;
+      return &linear_layer<F, D, Parts, BlockScales, 8>;
     case 16:
-      return &linear_layer<F, D, Parts, 16>;
+      return &linear_layer<F, D, Parts, BlockScales, 16>;
     case 32:
-      return &linear_layer<F, D, Parts, 32>;
+      return &linear_layer<F, D, Parts, BlockScales, 32>;
     case 64:
-      return &linear_layer<F, D, Parts, 64>;
+      return &linear_layer<F, D, Parts, BlockScales, 64>;
     default:
       break;
   }
   if constexpr (linear::serves_many(F, Parts)) {
-    if (token_rows == 128) return &linear_layer<F, D, Parts, 128>;
-    if (token_rows == 256) return &linear_layer<F, D, Parts, 256>;
+    if (token_rows == 128) return &linear_layer<F, D, Parts, BlockScales, 128>;
+    if (token_rows == 256) return &linear_layer<F, D, Parts, BlockScales, 256>;
   }
   return nullptr;
 }

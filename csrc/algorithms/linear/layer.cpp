@@ -36,9 +36,11 @@ uint32_t shared_bytes(const LinearProblem& problem, const LinearChoice& choice) 
   const uint32_t ring = choice.stages * stage_bytes(problem, choice);
   // Instructions take 64 rows of a box of the weight, also where the last box has fewer.
   const uint32_t beyond = (kMaxBoxRows - choice.block_outputs) * kBoxRowBytes;
+  // Scales of blocks lie there too, four bytes for a row of a box. As many rows are read of them.
+  const uint32_t scales = has_block_scales(problem) ? (ring + beyond) / kBoxRowBytes * 4 : 0;
   const uint32_t sums = kTeams * token_rows(problem.tokens) * (choice.block_outputs + kSumsPadding) *
                         static_cast<uint32_t>(sizeof(float));
-  return kBoxAlignment + kHeaderBytes + std::max(ring + beyond, sums);
+  return kBoxAlignment + kHeaderBytes + std::max(ring + std::max(beyond, scales), sums);
 }
 
 // A stage is given back when the next one is being multiplied.
@@ -129,6 +131,12 @@ void check(const LinearProblem& problem) {
   };
   check_features(problem.inputs, "inputs", inputs_multiple(problem.factors));
   check_features(problem.outputs, "outputs", kMultiple);
+  if (!has_block_scales(problem) && problem.weight_scale != ScaleOf::kBlock) return;
+  if (problem.factors != FactorType::kFloat8) refuse("scales of blocks are for FP8");
+  if (problem.x_scale != problem.weight_scale) refuse("both operands have scales of blocks, or neither has");
+  if (problem.x_scale_token_stride == 0 || problem.x_scale_block_stride == 0) {
+    refuse("scales of blocks of x need strides of tokens and of blocks");
+  }
 }
 
 uint32_t stage_bytes(const LinearProblem& problem, const LinearChoice& choice) {

@@ -24,7 +24,12 @@ constexpr FactorType factors_of_type(DataType type) {
 }
 
 // Whose each scale of FP8 elements is. An element stands for its value times its scale.
-enum class ScaleOf : uint32_t { kTensor, kRow };
+enum class ScaleOf : uint32_t {
+  kTensor,
+  kRow,
+  kBlock,  // kScaleBlock inputs of a token, or of kScaleBlock rows of the weight; of both operands or of neither
+};
+inline constexpr uint32_t kScaleBlock = 128;
 
 struct LinearProblem {
   uint32_t tokens;     // rows of x and y
@@ -36,7 +41,12 @@ struct LinearProblem {
   // Of FP8, and no others.
   ScaleOf x_scale = ScaleOf::kTensor;
   ScaleOf weight_scale = ScaleOf::kTensor;
+  // kBlock: scales of x from one token to the next, and from one block of inputs to the next.
+  uint32_t x_scale_token_stride = 0;
+  uint32_t x_scale_block_stride = 0;
 };
+
+constexpr bool has_block_scales(const LinearProblem& problem) { return problem.x_scale == ScaleOf::kBlock; }
 
 // 0: as the layer finds best.
 struct LinearChoice {

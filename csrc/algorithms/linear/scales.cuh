@@ -12,8 +12,9 @@ namespace llm_comm::inline LLM_COMM_TARGET {
 // second team loads the scale of row t of the block's box of the weight, and thread kMaxBlockOutputs + t the bias of row
 // t: before they multiply, so that nobody waits for memory at the end. Scales of the weight and the bias are there from
 // the start. They are loaded before the grids ahead have ended, as the weight is. In shared memory lie the scales of
-// tokens, the scales of rows, and the bias of rows. bf16 and fp16 have no scales.
-template <FactorType F, DataType D>
+// tokens, the scales of rows, and the bias of rows. bf16 and fp16 have no scales. Scales of blocks come with the
+// stages.
+template <FactorType F, DataType D, bool BlockScales>
 class LinearScales {
  public:
   LLM_COMM_DEVICE LinearScales(const LinearArgs& args, SharedPlace place) : args_(args), place_(place) {}
@@ -71,7 +72,7 @@ class LinearScales {
   }
 
  private:
-  static constexpr bool kIsScaled = F == FactorType::kFloat8;
+  static constexpr bool kIsScaled = F == FactorType::kFloat8 && !BlockScales;
 
   LLM_COMM_DEVICE bool has_bias() const { return args_.bias != nullptr; }
   LLM_COMM_DEVICE bool is_used() const { return kIsScaled || has_bias(); }
@@ -80,6 +81,99 @@ class LinearScales {
   const LinearArgs& args_;
   SharedPlace place_;
   uint32_t own_ = 0;  // bits of a scale, or of an element of the bias: a conversion would wait for the load
+};
+
+// Scales of blocks in a stage: of each box of the weight the scales of its rows, then of each box of x the scales of
+// its tokens. A row of a box takes kBoxRowBytes there and four bytes here.
+inline constexpr uint32_t kBoxBytesOfScale = kBoxRowBytes / sizeof(float);
+static_assert(kBoxRowBytes == kScaleBlock, "a box has the inputs of one block");
+
+// The lanes of the warp that fetches: each has up to two rows of the box of the weight and up to two tokens.
+template <uint32_t Tokens>
+class BlockScaleFetch {
+  static_assert(Tokens <= 2 * kWarpThreads && linear::kMaxBlockOutputs <= 2 * kWarpThreads);
+
+ public:
+  // Row r of the box as in LinearScales::load(). Rows and tokens that do not exist have the scale of the last one.
+  LLM_COMM_DEVICE BlockScaleFetch(const LinearArgs& args, uint32_t first_output, uint32_t outputs)
+      : lane_(thread_index() % kWarpThreads), rows_(args.block_outputs), step_(args.x_scale_block_stride) {
+    const uint32_t blocks = args.x.row_bytes / kScaleBlock;
+    LLM_COMM_UNROLL(2)
+    for (uint32_t i = 0; i < 2; ++i) {
+      const uint32_t r = lane_ + i * kWarpThreads;
+      const uint32_t output = smaller(first_output + r % outputs, args.weight.rows - 1);
+      const uint32_t row = (r < outputs ? 0 : args.weight.rows) + output;
+      of_rows_[i] = args.weight_scale + uint64_t{row / kScaleBlock} * blocks;
+      of_tokens_[i] = args.x_scale + uint64_t{smaller(r, args.x.rows - 1)} * args.x_scale_token_stride;
+    }
+  }
+
+  LLM_COMM_DEVICE void fetch_of_rows(SharedPlace to, uint32_t first, uint32_t boxes) const {
+    LLM_COMM_UNROLL(1)
+    for (uint32_t b = 0; b < boxes; ++b, to = to + rows_ * kScaleBytes) fetch(to, rows_, of_rows_, first + b);
+  }
+  LLM_COMM_DEVICE void fetch_of_tokens(SharedPlace to, uint32_t first, uint32_t boxes) const {
+    LLM_COMM_UNROLL(1)
+    for (uint32_t b = 0; b < boxes; ++b, to = to + Tokens * kScaleBytes) {
+      fetch(to, Tokens, of_tokens_, uint64_t{first + b} * step_);
+    }
+  }
+
+ private:
+  static constexpr uint32_t kScaleBytes = sizeof(float);
+
+  static LLM_COMM_DEVICE uint32_t smaller(uint32_t a, uint32_t b) { return a < b ? a : b; }
+
+  LLM_COMM_DEVICE void fetch(SharedPlace to, uint32_t count, const float* const (&from)[2], uint64_t offset) const {
+    LLM_COMM_UNROLL(2)
+    for (uint32_t i = 0; i < 2; ++i) {
+      const uint32_t r = lane_ + i * kWarpThreads;
+      if (r < count) fetch_number(to + r * kScaleBytes, from[i] + offset);
+    }
+  }
+
+  uint32_t lane_;
+  uint32_t rows_;
+  uint32_t step_;
+  const float* of_rows_[2];
+  const float* of_tokens_[2];
+};
+
+// In place of it where there are no such scales: unused members of a class cost instructions.
+struct NoBlockScales {
+  LLM_COMM_DEVICE NoBlockScales(const LinearArgs&, uint32_t, uint32_t) {}
+};
+
+// Adds the products of one box, which the tensor cores have summed, with the scales of their block (DeepSeek-V3,
+// arXiv 2412.19437, section 3.3.2): sum + (x_scale * weight_scale) * products, of which the last product and the sum
+// are rounded together.
+template <uint32_t N>
+class BlockPromotion {
+ public:
+  // Loads the scales of the rows and tokens that this thread has, while the box is multiplied.
+  LLM_COMM_DEVICE BlockPromotion(SharedPlace of_rows, SharedPlace of_tokens) {
+    const uint32_t thread = thread_index() % kTeamThreads;
+    LLM_COMM_UNROLL(128)
+    for (uint32_t i = 0; i < N; ++i) {
+      of_rows_[row(i)] = pointer_to<const float>(of_rows)[output_of(thread, i)];
+      of_tokens_[token(i)] = pointer_to<const float>(of_tokens)[token_of(thread, i)];
+    }
+  }
+
+  LLM_COMM_DEVICE void add(float (&sums)[N], const float (&products)[N]) const {
+    LLM_COMM_UNROLL(128)
+    for (uint32_t i = 0; i < N; ++i) {
+      sums[i] = multiply_add(of_tokens_[token(i)] * of_rows_[row(i)], products[i], sums[i]);
+    }
+  }
+
+ private:
+  // Values of a thread that have the same output, and the same token (fragment.cuh).
+  static LLM_COMM_DEVICE uint32_t row(uint32_t i) { return i / 2 % 2; }
+  static LLM_COMM_DEVICE uint32_t token(uint32_t i) { return i / 4 * 2 + i % 2; }
+
+  float of_rows_[2];
+  float of_tokens_[N / 2];
 };
 
 }  // namespace llm_comm::inline LLM_COMM_TARGET

@@ -69,7 +69,7 @@ class LinearNormPass(LayerPass):
         found = [
             pair
             for pair in map(_layer_before, norms)
-            if pair is not None and prefers(*pair.layer.shape, pair.layer.scales is not None)
+            if pair is not None and prefers(*pair.layer.shape, *pair.layer.kind)
         ]
         for pair in found:
             _replace_with_norm(graph, pair)
@@ -94,6 +94,8 @@ def _layer_before(norm: Node) -> _Pair | None:
     total: Any = norm.args[0]
     layer = layer_of(total)
     if layer is None or len(total.users) != 1 or total in norm.args[1:]:
+        return None
+    if layer.blocks and layer.reshape is not None:  # scales of blocks are those of a matrix
         return None
     return _Pair(layer, norm)
 
@@ -143,7 +145,7 @@ class ColumnLinearPass(LayerPass, VllmPatternMatcherPass):  # type: ignore[misc]
             _replace_with_activation(graph, node, group.unique_name)
         alone = list(_alone(graph))
         prefers = group.device_communicator.prefers_linear
-        preferred = [layer for layer in alone if prefers(*layer.shape, layer.scales is not None)]
+        preferred = [layer for layer in alone if prefers(*layer.shape, *layer.kind)]
         for layer in preferred:
             _replace(graph, layer, group.unique_name)
         self.matched_count = len(activations) + len(preferred)
@@ -179,7 +181,7 @@ def _is_wanted(match: pm.Match) -> bool:
         return False
     rows, inputs = layer.shape
     prefers = get_tp_group().device_communicator.prefers_linear_silu_and_mul
-    return prefers(rows // 2, inputs, layer.scales is not None)  # type: ignore[no-any-return]
+    return prefers(rows // 2, inputs, *layer.kind)  # type: ignore[no-any-return]
 
 
 def _replace_with_activation(graph: torch.fx.Graph, activation: Node, group: str) -> None:

@@ -9,9 +9,11 @@ declines goes by what the graph held before. It declines no norm in batch-invari
 
 A linear layer has ``x`` [..., inputs] and ``weight`` [outputs, inputs], bf16 or fp16. Of FP8 it has scales, and its
 operands are those of vLLM's ``cutlass_scaled_mm``: ``weight`` [inputs, outputs], the transpose of a contiguous tensor,
-``x_scale`` one number or [tokens, 1], ``weight_scale`` one or one for each output, both fp32. ``bias`` is [outputs], of
-the dtype of the result, or None. Weight, its scale and bias are read before the kernels ahead have ended, so none of
-these may write them. No other rank takes part in a layer.
+``x_scale`` one number or [tokens, 1], ``weight_scale`` one or one for each output, both fp32. With scales of blocks the
+operands are those of vLLM's ``fp8_gemm_nt_op``: ``weight`` [outputs, inputs], ``x_scale`` [tokens, inputs / 128] and
+``weight_scale`` [outputs / 128, inputs / 128]; or those of its ``dynamic_flashinfer_deepgemm_blockscale_gemm``, where
+``x`` is bf16 and ``x_scale`` None. ``bias`` is [outputs], of the dtype of the result, or None. Weight, its scale and
+bias are read before the kernels ahead have ended, so none of these may write them. No other rank takes part in a layer.
 """
 
 from __future__ import annotations
@@ -23,6 +25,7 @@ import torch
 import vllm.ir.ops
 from vllm import _custom_ops
 from vllm.distributed import parallel_state
+from vllm.utils import deep_gemm
 
 from llm_comm.operations import fp8
 from llm_comm.operations.fp8 import FP8
@@ -213,14 +216,39 @@ class _Operands(NamedTuple):
     weight_scale: _Tensor | None
     out_dtype: torch.dtype | None
 
-    def as_ours(self) -> tuple[_Tensor, _Tensor | None, Any]:
-        """The weight, [outputs, inputs], the bias, and the scales as llm_comm takes them."""
-        if self.x_scale is None:
-            return self.weight, self.bias, None
-        return self.weight.t(), self.bias, (self.x_scale, self.weight_scale)
+    @property
+    def has_blocks(self) -> bool:
+        """Whether scales are those of blocks."""
+        return self.weight_scale is not None and self.weight.stride(-1) == 1
+
+    def is_declined(self, communicator: Any, silu_and_mul: bool) -> bool:
+        """Whether llm_comm would decline a batch for whose x there are no scales yet: it is quantized for nothing."""
+        if not self.has_blocks or self.x_scale is not None:
+            return False
+        rows, inputs = self.weight.shape
+        outputs = rows // 2 if silu_and_mul else rows
+        return not communicator.prefers_blocks(outputs, inputs, self.x.shape[:-1].numel(), silu_and_mul)
+
+    def as_ours(self) -> tuple[_Tensor, _Tensor, _Tensor | None, Any]:
+        """x, the weight, [outputs, inputs], the bias, and the scales as llm_comm takes them."""
+        x, x_scale = self.x, self.x_scale
+        if self.has_blocks and x_scale is None:
+            x, _, x_scale = _quantize(x, "group", x)
+        if x_scale is None:
+            return x, self.weight, self.bias, None
+        return x, self.weight if self.has_blocks else self.weight.t(), self.bias, (x_scale, self.weight_scale)
 
     def as_before(self) -> _Tensor:
         """The layer by what the graph held before."""
+        if self.has_blocks:
+            ue8m0 = deep_gemm.is_deep_gemm_e8m0_used()  # as vLLM's layers ask
+            if self.x_scale is None:
+                by_both = torch.ops.vllm.dynamic_flashinfer_deepgemm_blockscale_gemm
+                y: _Tensor = by_both(self.x, self.weight, self.weight_scale, fp8.GROUP_SIZE, ue8m0)
+                return y
+            y = self.empty_result()
+            torch.ops.vllm.fp8_gemm_nt_op(self.x, self.x_scale, self.weight, self.weight_scale, y, ue8m0)
+            return y
         if self.x_scale is None:
             return torch.nn.functional.linear(self.x, self.weight, self.bias)
         operands = self.x, self.weight, self.x_scale, self.weight_scale, self.out_dtype, self.bias
@@ -229,7 +257,7 @@ class _Operands(NamedTuple):
 
     def empty_result(self) -> _Tensor:
         """A tensor of the shape and dtype of the result."""
-        outputs = self.weight.shape[0 if self.x_scale is None else 1]
+        outputs = self.weight.shape[0 if self.x_scale is None or self.has_blocks else 1]
         return self.x.new_empty((*self.x.shape[:-1], outputs), dtype=self.out_dtype or self.x.dtype)
 
 
@@ -258,11 +286,11 @@ def _linear_gelu_tanh_and_mul(*arguments: Any) -> _Tensor:
 
 def _by_llm_comm(method: str, *arguments: Any) -> _Tensor | None:
     """By a method of the group's communicator; None, if it declines, or is not llm_comm's."""
-    operands, group_name = _Operands(*arguments[:-1]), arguments[-1]
-    ours = getattr(find_group(group_name).device_communicator, method, None)
-    if ours is None:
+    operands, communicator = _Operands(*arguments[:-1]), find_group(arguments[-1]).device_communicator
+    ours = getattr(communicator, method, None)
+    if ours is None or operands.is_declined(communicator, method == "linear_silu_and_mul"):
         return None
-    return ours(operands.x, *operands.as_ours(), operands.out_dtype)  # type: ignore[no-any-return]
+    return ours(*operands.as_ours(), operands.out_dtype)  # type: ignore[no-any-return]
 
 
 def _silu_and_mul(y: _Tensor) -> _Tensor:
@@ -310,9 +338,11 @@ def _linear_all_reduce_add_rms_norm(
     communicator = find_group(group_name).device_communicator
     fused = getattr(communicator, "linear_all_reduce_add_rms_norm", None)
     operands = _Operands(x, weight, bias, x_scale, weight_scale, norm_weight.dtype)
-    ours, *optional = operands.as_ours()
     norm = (residual, norm_weight, epsilon, weight_bias, scale)
-    result = None if fused is None else fused(x, ours, *norm, *optional)
+    result = None
+    if fused is not None and not operands.is_declined(communicator, False):
+        ours, our_weight, *optional = operands.as_ours()
+        result = fused(ours, our_weight, *norm, *optional)
     if result is None:
         return _run(operands.as_before(), *norm, group_name)
     return result  # type: ignore[no-any-return]
