@@ -1,6 +1,6 @@
-// The kernels of linear layers by types of factors and results, parts of the weight, scales of blocks and rows of a box
-// of x. They are compiled in translation units of their own, which CMake makes (cmake/algorithms.cmake): for GPUs with
-// the instructions that only one architecture has.
+// Look-up of the linear layer kernels by operand and result type, weight parts, block scales, and rows of a tile of x.
+// CMake generates the translation units that compile them (cmake/algorithms.cmake). They are separate because they are
+// also compiled for targets with architecture-specific instructions, such as sm_90a.
 #pragma once
 
 #include "algorithms/linear/args.h"
@@ -13,7 +13,7 @@ using LinearKernel = void (*)(LinearArgs);
 
 template <FactorType F, DataType D, uint32_t Parts, bool BlockScales = false>
 struct LinearKernels {
-  // nullptr where there is no such kernel. Defined in kernel.cuh, for the translation unit that compiles them.
+  // Returns nullptr if there is no such kernel. Defined in kernel.cuh, which the generated translation units include.
   static LinearKernel find(uint32_t token_rows);
 };
 
@@ -36,7 +36,7 @@ LinearKernel find_linear_kernel(LinearEpilogue epilogue, uint32_t token_rows) {
                                      : LinearKernels<F, D, 2, BlockScales>::find(token_rows);
 }
 
-// Of types that are served (layer.h).
+// `factors` and `type` must be served together (linear::serves() in layer.h): other pairs find a wrong kernel.
 inline LinearKernel find_linear_kernel(FactorType factors, DataType type, LinearEpilogue epilogue, bool block_scales,
                                        uint32_t token_rows) {
   const bool is_bf16 = type == DataType::kBFloat16;
