@@ -31,7 +31,7 @@ CODES = {name: code for code, name in enumerate((None, "static", "dynamic", *GRO
 #: Dtype of results if neither ``out_dtype`` nor ``out`` gives one.
 DEFAULT_OUT_DTYPE = torch.bfloat16
 _OUT_DTYPES = (torch.bfloat16, torch.float16)
-#: Largest stride of scales of blocks of x.
+#: Largest stride of block scales of x: the kernel has 32 bits for it.
 _MAX_STRIDE = 2**32 - 1
 
 
@@ -104,12 +104,13 @@ def _layout(quantize: str, shape: Sequence[int]) -> tuple[tuple[int, ...], tuple
 class Scaling(NamedTuple):
     """Scales and output dtype of a call with FP8 operands, not yet validated.
 
-    Both operands have scales of blocks, or neither has. A block of x has ``GROUP_SIZE`` inputs of one token. A block of
-    the weight has ``GROUP_SIZE`` inputs of ``GROUP_SIZE`` rows.
+    Both operands have block scales, or neither has. A block of x has ``GROUP_SIZE`` inputs of one token. A block of the
+    weight has ``GROUP_SIZE`` inputs of ``GROUP_SIZE`` rows.
 
     Attributes:
-        x: float32, one scale, one for each row of ``x``, or [..., inputs / 128] of blocks.
-        weight: float32, one scale, one for each row of the weight, or [rows / 128, inputs / 128] of blocks, rounded up.
+        x: float32. One scale, one for each row of ``x``, or block scales [..., inputs / 128].
+        weight: float32. One scale, one for each row of the weight, or block scales [rows / 128, rounded up,
+            inputs / 128].
         out_dtype: Dtype of the result.
     """
 
@@ -141,9 +142,10 @@ class Scaling(NamedTuple):
         return _is_readable_on(x, device) and _is_plain_on(weight, device) and not (x.is_neg() or weight.is_neg())
 
     def of_blocks(self, x: torch.Tensor, rows: int) -> bool:
-        """Return whether the scales have the shapes of scales of blocks, for ``x`` and ``rows`` rows of the weight.
+        """Return whether the scales have the shapes of block scales, for ``x`` and ``rows`` rows of the weight.
 
-        Scales whose number of elements fits tensors or rows are scales of tensors or rows.
+        One block of inputs and one scale of the weight fit both readings. They are then scales of rows and of a tensor,
+        which give the same products.
         """
         if self.x.dim() == 0 or self.weight.dim() != 2:
             return False
@@ -153,7 +155,7 @@ class Scaling(NamedTuple):
         return blocks > 1 or self.weight.numel() != 1
 
     def whose(self, x: torch.Tensor, rows: int) -> tuple[int, int]:
-        """Return the core's numbers for the kinds of scales of x and of the weight, which must be served."""
+        """Return the core's numbers (``SCALE_OF_...``) for the granularity of both scales, which must be supported."""
         if self.of_blocks(x, rows):
             return _core.SCALE_OF_BLOCK, _core.SCALE_OF_BLOCK
         of_x, of_weight = (
@@ -162,7 +164,11 @@ class Scaling(NamedTuple):
         return of_x, of_weight
 
     def strides_of_blocks(self) -> tuple[int, int]:
-        """Return the strides of scales of blocks of x: of tokens, and of blocks."""
+        """Return the strides of block scales of x in elements: between tokens, and between blocks.
+
+        Dimensions of size 1 have the stride of contiguous scales, whatever torch reports. Scales of more than two
+        dimensions must be contiguous.
+        """
         *outer, blocks = self.x.shape
         token = self.x.stride(0) if len(outer) == 1 and outer[0] > 1 else blocks
         return token, self.x.stride(-1) if blocks > 1 else 1
@@ -185,8 +191,8 @@ class Scaling(NamedTuple):
     def why_not(self, device: torch.device, x: torch.Tensor, rows: int) -> str:
         """Return why the scales do not fit x and ``rows`` rows of the weight, or "".
 
-        Scales of blocks have both shapes of ``of_blocks``. Otherwise only the number of elements matters: [rows],
-        [rows, 1] and similar shapes all mean one scale for each row.
+        Block scales have the two shapes that ``of_blocks`` checks. Otherwise only the number of elements matters:
+        [rows], [rows, 1] and similar shapes all mean one scale for each row.
         """
         if self.out_dtype not in _OUT_DTYPES:
             return f"results of FP8 operands are torch.bfloat16 or torch.float16, not {self.out_dtype}"

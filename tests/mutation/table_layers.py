@@ -177,8 +177,8 @@ LINEAR_LAYERS: tuple[Mutant, ...] = (
     python(
         "a row that a device has no room for ends the call",
         CALLS,
-        "except ValueError as error:\n            # Of another device",
-        "except KeyError as error:\n            # Of another device",
+        "except ValueError as error:\n            # The row was measured",
+        "except KeyError as error:\n            # The row was measured",
         OF_TABLES,
     ),
     python(
