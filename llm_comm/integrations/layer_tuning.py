@@ -48,9 +48,9 @@ TOKENS = (1, 4, 8, 16, 32, 64)
 _EMULATED_TOKENS = (1, 16)
 #: Default of option ``tune_at_start``, in seconds.
 _USUAL_BUDGET_S = 10.0
-#: Maximum tilings of a layer that are timed. On H100 and H200, in nine of ten cases, one of the model's first 4 is
-#: within 2.1 % of the best of all, and one of the first 12 within 1.1 % (docs/experiments/linear.md, "The kernel's own
-#: choice").
+#: Maximum tilings of a layer that are timed, in the order of the time model. On H100 and H200 one of the first 4 is
+#: within 2.1 % of the best in nine of ten cases. One of the first 12 is within 1.1 % (docs/experiments/linear.md, "The
+#: kernel's own choice").
 _MOST_CHOICES = 6
 _REPS = 7
 #: llm_comm computes a layer if it is faster by more than this share, by which repeated runs may differ.

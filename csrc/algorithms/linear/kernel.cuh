@@ -20,11 +20,11 @@
 // So a token's results have the same bits for every tiling, ring and grid, and beside any other tokens. For FP8 the
 // tensor cores keep fewer bits of a sum than fp32 has (docs/reference/linear.md).
 //
-// Early start. No earlier grid of the stream may write the weight, its scales or the bias: the caller guarantees it. So
-// the weight tiles of the whole first round of the ring are requested before grid_dependency_wait(), and the scales of
-// weight rows and the bias are loaded before it too (scales.cuh). x and its scales are read after it. This overlaps the
-// start of the weight stream with the end of a preceding kernel that triggers early (docs/experiments/linear.md). After
-// its own wait the fetching warp triggers the next grid.
+// Early start. The caller guarantees that no unfinished grid of the stream writes the weight, its scales or the bias.
+// So the fetching warp requests the weight tiles of the whole first round of the ring before grid_dependency_wait().
+// The scales of the weight and the bias are loaded before the wait too (scales.cuh). x and its scales are read after
+// it. The weight stream thus starts while a preceding kernel that triggers early still runs
+// (docs/experiments/linear.md). After its own wait the fetching warp triggers the next grid.
 //
 // Gate and up. With two weight parts (weight_parts) a weight tile holds rows of both: first block_outputs / 2 rows of
 // gate, then the rows of up for the same outputs. The epilogue has both values of an output and applies the activation.
@@ -32,7 +32,7 @@
 // Shared memory: `full` and `empty` of each stage, scales of tensors or rows, bias, the stages, block scales. In a
 // stage the weight tiles come first, then those of x. The teams' sums overwrite the stages at the end. Instructions
 // read 64 rows of a weight tile even if it has fewer. The surplus rows contain arbitrary data, and no result depends on
-// them. shared_bytes() in layer.cpp makes room for this read behind the last stage.
+// them. shared_bytes() in layer.cpp makes room for this read after the last stage.
 //
 // Block scales (BlockScales, ScaleOf::kBlock): FP8 with a scale for 128 inputs. A tile has the inputs of one such
 // block. The tensor cores sum the products of one tile from zero. The team then multiplies each by its scales in fp32

@@ -36,7 +36,7 @@ LinearKernel find_linear_kernel(LinearEpilogue epilogue, uint32_t token_rows) {
                                      : LinearKernels<F, D, 2, BlockScales>::find(token_rows);
 }
 
-// `factors` and `type` must be served together (linear::serves() in layer.h): other pairs find a wrong kernel.
+// The operand and result type must be served together (linear::serves() in layer.h). Other pairs find a wrong kernel.
 inline LinearKernel find_linear_kernel(FactorType factors, DataType type, LinearEpilogue epilogue, bool block_scales,
                                        uint32_t token_rows) {
   const bool is_bf16 = type == DataType::kBFloat16;

@@ -34,7 +34,7 @@ uint32_t boxes_of_row(const LinearProblem& problem) { return problem.inputs / in
 
 uint32_t shared_bytes(const LinearProblem& problem, const LinearChoice& choice) {
   const uint32_t ring = choice.stages * stage_bytes(problem, choice);
-  // Instructions read 64 rows of a weight tile, even if it has fewer: room for this read behind the last tile.
+  // Instructions read 64 rows of a weight tile, even if it has fewer: room for this read after the last tile.
   const uint32_t beyond = (kMaxBoxRows - choice.block_outputs) * kBoxRowBytes;
   // Block scales follow the ring, 4 bytes for each tile row. They are read for 64 rows of a weight tile, too. These
   // bytes may overlap `beyond`, of which no result depends on any byte.

@@ -37,9 +37,8 @@ inline constexpr uint32_t kThreads = kTeams * kTeamThreads + 32;
 inline constexpr uint32_t kMaxStages = 16;
 inline constexpr uint32_t kMaxStageBoxes = 8;
 inline constexpr uint32_t kBarrierBytes = 256;
-inline constexpr uint32_t kScalesBytes =
-    (kMaxTokens + 2 * kMaxBlockOutputs) *
-    static_cast<uint32_t>(sizeof(float));  // scales of tokens and rows, bias of rows
+// Scales of tokens, scales of rows, and bias of rows.
+inline constexpr uint32_t kScalesBytes = (kMaxTokens + 2 * kMaxBlockOutputs) * static_cast<uint32_t>(sizeof(float));
 // Bytes before the stages: barriers and scales. The stages begin at a multiple of kBoxAlignment, as tiles must.
 inline constexpr uint32_t kHeaderBytes = kBoxAlignment;
 static_assert(kBarrierBytes + kScalesBytes <= kHeaderBytes);
