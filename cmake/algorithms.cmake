@@ -7,6 +7,7 @@
 #   kernels_<descriptor>.cu                 all of an algorithm, in place of those (LLM_COMM_SPLIT_KERNELS=OFF)
 #   kernels_<descriptor>.cpp                the same for the emulator
 #   linear_<factors>_<type>_<parts>.cu, .cpp   kernels of linear layers, of one type of factors and of results, and number of parts of the weight
+#   linear_<factors>_<type>_<parts>_blocks.cu, .cpp   the same with scales of blocks
 #
 # llm_comm_algorithm_sources(<list variable> cu|cpp) and llm_comm_linear_sources name the sources to compile; include directories are csrc,
 # csrc/include and <build>/generated. The files that a list names are relative to its own directory, or to csrc.
@@ -16,8 +17,9 @@ set(LLM_COMM_EXTRA_ALGORITHMS "" CACHE STRING "Lists of more algorithms, in the 
 get_filename_component(LLM_COMM_CSRC "${CMAKE_CURRENT_LIST_DIR}/../csrc" ABSOLUTE)
 set(LLM_COMM_GENERATED "${CMAKE_CURRENT_BINARY_DIR}/generated")
 set(LLM_COMM_WORLDS kEven kOdd)
-# Of x and weight, and of results.
-set(LLM_COMM_LINEAR_TYPES kBFloat16/kBFloat16 kFloat16/kFloat16 kFloat8/kBFloat16 kFloat8/kFloat16)
+# Of x and weight, and of results; whether scales are those of blocks.
+set(LLM_COMM_LINEAR_TYPES kBFloat16/kBFloat16/false kFloat16/kFloat16/false kFloat8/kBFloat16/false
+    kFloat8/kFloat16/false kFloat8/kBFloat16/true kFloat8/kFloat16/true)
 set(LLM_COMM_LINEAR_WEIGHT_PARTS 1 2)
 set(LLM_COMM_ALGORITHM_LISTS "${LLM_COMM_CSRC}/algorithms/registry.def" "${LLM_COMM_CSRC}/optional/registry.def"
     ${LLM_COMM_EXTRA_ALGORITHMS})
@@ -158,15 +160,20 @@ function(llm_comm_linear_sources variable extension)
     string(REPLACE "/" ";" types "${types}")
     list(GET types 0 factors)
     list(GET types 1 type)
+    list(GET types 2 block_scales)
+    set(suffix "")
+    if(block_scales)
+      set(suffix "_blocks")
+    endif()
     foreach(parts IN LISTS LLM_COMM_LINEAR_WEIGHT_PARTS)
-      set(source "${LLM_COMM_GENERATED}/algorithms/linear_${factors}_${type}_${parts}.${extension}")
+      set(source "${LLM_COMM_GENERATED}/algorithms/linear_${factors}_${type}_${parts}${suffix}.${extension}")
       llm_comm_write("${source}"
 "// Written by cmake/algorithms.cmake.
 #include \"algorithms/linear/kernel.cuh\"
 
 namespace llm_comm::inline LLM_COMM_TARGET {
 
-template struct LinearKernels<FactorType::${factors}, DataType::${type}, ${parts}>;
+template struct LinearKernels<FactorType::${factors}, DataType::${type}, ${parts}, ${block_scales}>;
 
 }  // namespace llm_comm::inline LLM_COMM_TARGET
 ")

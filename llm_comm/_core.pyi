@@ -21,6 +21,10 @@ linear_max_many_tokens: int
 linear_multiple: int
 linear_fp8_multiple: int
 linear_max_features: int
+#: Whose each scale of FP8 elements is.
+SCALE_OF_TENSOR: int
+SCALE_OF_ROW: int
+SCALE_OF_BLOCK: int
 
 class CoreOptions:
     def __init__(
@@ -105,14 +109,14 @@ class Choice:
 
 Epilogue: TypeAlias = Literal["none", "silu_and_mul", "gelu_tanh_and_mul"]
 
-# A linear layer. ``scales``, of FP8: whether each token has one of its own, and each row of the weight.
+# A linear layer. ``scales``, of FP8: ``SCALE_OF_TENSOR`` and the like of x and of the weight.
 class _LinearProblem(TypedDict):
     tokens: int
     inputs: int
     outputs: int
     data_type: int
     epilogue: Epilogue
-    scales: NotRequired[tuple[bool, bool] | None]
+    scales: NotRequired[tuple[int, int] | None]
 
 class LinearChoice:
     def __init__(self, *, block_outputs: int = 0, stages: int = 0, stage_boxes: int = 0) -> None: ...
@@ -334,9 +338,14 @@ class Core:
     # Tilings of a layer that are worth a try, the fastest first as the kernel expects it.
     def linear_choices(self, **problem: Unpack[_LinearProblem]) -> list[LinearChoice]: ...
     # The function takes x, weight, out and the bias (0: none), of FP8 then the scales of x and of the weight, and a
-    # stream.
+    # stream. ``x_scale_strides``, of scales of blocks: of tokens and of blocks; None: rows of blocks, contiguous.
     def prepare_linear(
-        self, *, choice: LinearChoice, counter: Counter | None = None, **problem: Unpack[_LinearProblem]
+        self,
+        *,
+        choice: LinearChoice,
+        x_scale_strides: tuple[int, int] | None = None,
+        counter: Counter | None = None,
+        **problem: Unpack[_LinearProblem],
     ) -> Callable[..., bool]: ...
     # A kernel of llm_comm.dsl. ``image``: a cubin; for emulated GPUs the path of a shared library. Returns its number.
     def load_program(self, image: bytes, kernel: str, title: str) -> int: ...

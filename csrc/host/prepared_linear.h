@@ -1,4 +1,4 @@
-// A linear layer that is ready to be launched.
+// PreparedLinear: a linear layer whose kernel, tiling and launch configuration are fixed. A call adds addresses only.
 #pragma once
 
 #include <mutex>
@@ -13,7 +13,8 @@ namespace llm_comm::host {
 template <class Launcher>
 class PreparedLinear final : public PreparedCall {
  public:
-  // `turn`: of the communicator's launches, among which this one is.
+  // `turn`: serialises the launches of the communicator; run() holds it. Throws std::invalid_argument for a problem or
+  // tiling that is not supported, or FP8 on a GPU or build without it.
   PreparedLinear(Launcher& launcher, std::mutex& turn, const HostMailbox& mailbox, const LinearProblem& problem,
                  const LinearChoice& choice)
       : launcher_(launcher),
@@ -22,8 +23,9 @@ class PreparedLinear final : public PreparedCall {
         problem_(problem),
         choice_(linear::complete(problem, choice, launcher.sm_count(), launcher.max_shared_bytes())),
         grid_(linear::grid(problem, choice_)),
-        function_(launcher.function(
-            find_linear_kernel(problem.factors, problem.type, problem.epilogue, linear::token_rows(problem.tokens)))) {
+        function_(
+            launcher.function(find_linear_kernel(problem.factors, problem.type, problem.epilogue,
+                                                 has_block_scales(problem), linear::token_rows(problem.tokens)))) {
     if (is_scaled() && !launcher.multiplies_fp8()) {
       throw std::invalid_argument("linear layer: FP8 needs a GPU of sm_89 or later, and a build with kernels for it");
     }
@@ -31,6 +33,8 @@ class PreparedLinear final : public PreparedCall {
     args_.epilogue = problem.epilogue;
     args_.x_scale_of = problem.x_scale;
     args_.weight_scale_of = problem.weight_scale;
+    args_.x_scale_token_stride = problem.x_scale_token_stride;
+    args_.x_scale_block_stride = problem.x_scale_block_stride;
     args_.block_outputs = choice_.block_outputs;
     args_.stages = choice_.stages;
     args_.stage_boxes = choice_.stage_boxes;
@@ -38,6 +42,8 @@ class PreparedLinear final : public PreparedCall {
     args_.token_tiles = linear::token_tiles(problem.tokens);
   }
 
+  // `buffers`: addresses of x, weight, out, bias (0: none) and, for FP8, x_scale and weight_scale. Throws
+  // std::invalid_argument for an address that is not aligned. Returns kFailed if the communicator has failed.
   Outcome run(const uint64_t* buffers, uint64_t stream) override {
     const uint64_t x = buffers[0], weight = buffers[1], out = buffers[2], bias = buffers[3];
     if ((x | weight | out) % sizeof(Line) != 0) {
@@ -67,6 +73,7 @@ class PreparedLinear final : public PreparedCall {
  private:
   bool is_scaled() const { return problem_.factors == FactorType::kFloat8; }
 
+  // Kernel parameter for a matrix of `rows` rows. It includes the TMA map, which depends on the address.
   MatrixView view(uint64_t address, uint32_t rows, uint32_t box_rows, uint32_t parts, BoxUse use) const {
     MatrixView matrix{
         {}, reinterpret_cast<const void*>(address), rows, problem_.inputs * factor_bytes(problem_.factors)};

@@ -248,7 +248,7 @@ Place place_of(const Row& row) {
 Place check_layer(const Node& node) {
   check_keys(node, {"operation", "outputs", "inputs", "pdl", "up_to", "is_faster"},
              {"block_outputs", "stages", "stage_boxes", "us", "cublas_us"});
-  const Names of_fp8{"linear_fp8", "linear_silu_and_mul_fp8"};
+  const Names of_fp8{"linear_fp8", "linear_silu_and_mul_fp8", "linear_fp8_blocks", "linear_silu_and_mul_fp8_blocks"};
   const std::string operation =
       known("operation", *node.find("operation"), Names{"linear", "linear_silu_and_mul"} + of_fp8);
   const auto features = [&](const char* name, uint64_t multiple) {

@@ -2,7 +2,9 @@
 
 #include <pybind11/stl.h>
 
+#include <algorithm>
 #include <stdexcept>
+#include <string>
 
 #include "python/data_type_at.h"
 
@@ -11,6 +13,13 @@ namespace py = pybind11;
 namespace llm_comm::python {
 
 namespace {
+
+ScaleOf scale_of(uint32_t number) {
+  if (number > static_cast<uint32_t>(ScaleOf::kBlock)) {
+    throw std::invalid_argument("there are no scales number " + std::to_string(number));
+  }
+  return static_cast<ScaleOf>(number);
+}
 
 LinearEpilogue epilogue_of_name(const std::string& name) {
   if (name == "none") return LinearEpilogue::kNone;
@@ -23,13 +32,19 @@ LinearEpilogue epilogue_of_name(const std::string& name) {
 }  // namespace
 
 LinearProblem linear_problem(uint32_t tokens, uint32_t inputs, uint32_t outputs, uint32_t data_type,
-                             const std::string& epilogue, const RowScales& scales) {
+                             const std::string& epilogue, const LayerScales& scales,
+                             const ScaleStrides& x_scale_strides) {
   const DataType type = data_type_at(data_type);
   LinearProblem problem{tokens, inputs, outputs, factors_of_type(type), type, epilogue_of_name(epilogue)};
   if (scales) {
     problem.factors = FactorType::kFloat8;
-    problem.x_scale = scales->first ? ScaleOf::kRow : ScaleOf::kTensor;
-    problem.weight_scale = scales->second ? ScaleOf::kRow : ScaleOf::kTensor;
+    problem.x_scale = scale_of(scales->first);
+    problem.weight_scale = scale_of(scales->second);
+  }
+  if (has_block_scales(problem)) {
+    const auto [token, block] = x_scale_strides.value_or(std::pair{std::max(inputs / kScaleBlock, 1u), 1u});
+    problem.x_scale_token_stride = token;
+    problem.x_scale_block_stride = block;
   }
   return problem;
 }
@@ -40,6 +55,9 @@ void add_linear(py::module_& module) {
   module.attr("linear_multiple") = linear::kMultiple;
   module.attr("linear_fp8_multiple") = linear::inputs_multiple(FactorType::kFloat8);
   module.attr("linear_max_features") = linear::kMaxFeatures;
+  module.attr("SCALE_OF_TENSOR") = static_cast<uint32_t>(ScaleOf::kTensor);
+  module.attr("SCALE_OF_ROW") = static_cast<uint32_t>(ScaleOf::kRow);
+  module.attr("SCALE_OF_BLOCK") = static_cast<uint32_t>(ScaleOf::kBlock);
 
   py::class_<LinearChoice>(module, "LinearChoice")
       .def(py::init([](uint32_t block_outputs, uint32_t stages, uint32_t stage_boxes) {
@@ -53,7 +71,7 @@ void add_linear(py::module_& module) {
   module.def(
       "linear_choice",
       [](uint32_t tokens, uint32_t inputs, uint32_t outputs, uint32_t data_type, const std::string& epilogue,
-         const LinearChoice& choice, const RowScales& scales, uint32_t sm_count, uint32_t max_shared_bytes) {
+         const LinearChoice& choice, const LayerScales& scales, uint32_t sm_count, uint32_t max_shared_bytes) {
         const LinearProblem problem = linear_problem(tokens, inputs, outputs, data_type, epilogue, scales);
         return linear::complete(problem, choice, sm_count, max_shared_bytes);
       },

@@ -29,8 +29,9 @@ using namespace llm_comm::host;  // NOLINT
 using llm_comm::python::algorithm_at;
 using llm_comm::python::as_function;
 using llm_comm::python::data_type_at;
+using llm_comm::python::LayerScales;
 using llm_comm::python::linear_problem;
-using llm_comm::python::RowScales;
+using llm_comm::python::ScaleStrides;
 
 namespace {
 
@@ -176,7 +177,7 @@ PYBIND11_MODULE(_core, module) {
       .def(
           "linear_choices",
           [](const Core& core, uint32_t tokens, uint32_t inputs, uint32_t outputs, uint32_t data_type,
-             const std::string& epilogue, const RowScales& scales) {
+             const std::string& epilogue, const LayerScales& scales) {
             return core.linear_choices(linear_problem(tokens, inputs, outputs, data_type, epilogue, scales));
           },
           py::kw_only(), py::arg("tokens"), py::arg("inputs"), py::arg("outputs"), py::arg("data_type"),
@@ -184,15 +185,17 @@ PYBIND11_MODULE(_core, module) {
       .def(
           "prepare_linear",
           [](py::object core, uint32_t tokens, uint32_t inputs, uint32_t outputs, uint32_t data_type,
-             const std::string& epilogue, const LinearChoice& choice, const RowScales& scales,
-             const std::optional<Counter>& counter) {
-            const LinearProblem problem = linear_problem(tokens, inputs, outputs, data_type, epilogue, scales);
+             const std::string& epilogue, const LinearChoice& choice, const LayerScales& scales,
+             const ScaleStrides& x_scale_strides, const std::optional<Counter>& counter) {
+            const LinearProblem problem =
+                linear_problem(tokens, inputs, outputs, data_type, epilogue, scales, x_scale_strides);
             CountedCall call{core.cast<Core&>().prepare_linear(problem, choice), counter};
             return as_function(std::move(core), std::move(call),
                                scales ? llm_comm::linear::kScaledInfo : llm_comm::linear::kInfo);
           },
           py::kw_only(), py::arg("tokens"), py::arg("inputs"), py::arg("outputs"), py::arg("data_type"),
-          py::arg("epilogue"), py::arg("choice"), py::arg("scales") = py::none(), py::arg("counter") = py::none())
+          py::arg("epilogue"), py::arg("choice"), py::arg("scales") = py::none(),
+          py::arg("x_scale_strides") = py::none(), py::arg("counter") = py::none())
       .def("load_program", &Core::load_program, py::arg("image"), py::arg("kernel"), py::arg("title"),
            py::call_guard<py::gil_scoped_release>())
       .def(

@@ -1,8 +1,8 @@
-"""Times of linear layers on one rank, in a few milliseconds each: chains of layers with cold weights in a CUDA graph.
+"""Timing of linear layers on one rank, in a few milliseconds each: chains of layers with cold weights in a CUDA graph.
 
-A graph holds a layer for each of the weights, so many that none is in the L2 cache when its turn comes, as in a model.
-Engines tune by it at their start (``integrations/layer_tuning.py``), and tests go by it. ``llm-comm bench`` and
-``tune`` align the ranks and repeat more often.
+A graph holds one layer for each weight. Together the weights exceed the L2 cache, so each is read from device memory,
+as in a model. Engines measure layers with it when they start (``integrations/layer_tuning.py``), and so do tests.
+``llm-comm bench`` and ``llm-comm tune`` align the ranks and repeat more often.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import statistics
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
+from typing import Any
 
 import torch
 
@@ -18,19 +19,20 @@ from llm_comm import _core, registry
 from llm_comm.bench.timing import capture
 from llm_comm.communicator import Communicator
 from llm_comm.errors import LlmCommError
+from llm_comm.operations.fp8 import GROUP_SIZE, Scaling, empty_scales
 from llm_comm.operations.operation import TORCH_TYPES
 
-#: Standard deviation of FP8 operands: small ones lose no more than others.
+#: Standard deviation of FP8 weights. Few of them are subnormal, which have less relative precision.
 FP8_SPREAD = 16.0
-#: By how much the weights of a chain exceed the L2 cache, which keeps part of what was read before.
+#: Bytes of a chain's weights relative to the L2 cache. With a factor near 1 part of a weight would still be cached.
 _COLD = 2.5
-#: Of a GPU that does not say how large its L2 cache is.
+#: L2 cache size in bytes that is assumed if torch does not report it.
 _USUAL_L2_BYTES = 64 << 20
 _FEWEST_WEIGHTS = 4
-_DELAY_CYCLES = 100_000  # longer than the host takes to enqueue a replay
+_DELAY_CYCLES = 100_000  # GPU sleep before a replay; longer than the host takes to enqueue it
 _EMULATED_WEIGHTS = 2
 _WEIGHTS_SEED = 2000
-#: Outputs and inputs of a spacer, which takes about as long as a fused all-reduce, and its tiling.
+#: Outputs and inputs of a spacer layer, which takes about as long as a fused all-reduce, and its tiling.
 _SPACER = (64, 2048)
 _SPACER_CHOICE = _core.LinearChoice(block_outputs=8, stages=2, stage_boxes=4)
 
@@ -38,8 +40,11 @@ _SPACER_CHOICE = _core.LinearChoice(block_outputs=8, stages=2, stage_boxes=4)
 def make_weights(
     count: int, shape: tuple[int, int], dtype: torch.dtype, device: torch.device, rank: int
 ) -> list[torch.Tensor]:
-    """Random weights of so many layers of [outputs, inputs]; what a layer makes of normal inputs has a variance of 1,
-    of FP8 with its scales. Zeros would draw less power, and so run faster."""
+    """Create random weights of ``count`` layers with ``shape`` [outputs, inputs].
+
+    Results of standard normal inputs have a variance of 1; FP8 weights have the standard deviation ``FP8_SPREAD``
+    instead. Weights of zeros would draw less power and time too fast.
+    """
     whole = torch.empty(count, *shape, dtype=dtype, device=device)
     random = torch.Generator(device).manual_seed(_WEIGHTS_SEED + rank)
     if dtype.itemsize == 1:
@@ -48,13 +53,13 @@ def make_weights(
     else:
         whole.normal_(0, shape[1] ** -0.5, generator=random)
     if device.type == "cuda":
-        # llm_comm's layers read weights before what is ahead in the stream has ended.
+        # llm_comm's layers read weights before earlier kernels of the stream have ended.
         torch.cuda.synchronize(device)
     return list(whole)
 
 
 def cold_weights(shape: tuple[int, int], dtype: torch.dtype, device: torch.device) -> list[torch.Tensor]:
-    """Random weights of [outputs, inputs], more than the L2 cache holds."""
+    """Create random weights of [outputs, inputs] that together exceed the L2 cache by the factor ``_COLD``."""
     count = _EMULATED_WEIGHTS
     if device.type == "cuda":
         l2_bytes = getattr(torch.cuda.get_device_properties(device), "L2_cache_size", 0) or _USUAL_L2_BYTES
@@ -63,12 +68,12 @@ def cold_weights(shape: tuple[int, int], dtype: torch.dtype, device: torch.devic
 
 
 def time_chain(call: Callable[[torch.Tensor], object], weights: Sequence[torch.Tensor], reps: int) -> float:
-    """Microseconds a layer: the median of ``reps`` runs of ``call`` with each of the weights in turn.
+    """Return the microseconds of one layer: the median over ``reps`` runs of a chain with all weights.
 
     Args:
-        call: Enqueues a layer with this weight on the current stream.
-        weights: As of ``cold_weights``.
-        reps: Timed runs.
+        call: Enqueues a layer with the given weight on the current stream.
+        weights: Weights of the chain, from ``cold_weights``.
+        reps: Number of timed runs.
     """
     device = weights[0].device
     if device.type != "cuda":
@@ -99,20 +104,66 @@ def _median_us(seconds: Sequence[float], layers: int) -> float:
     return statistics.median(seconds) / layers * 1e6
 
 
+def time_fastest(
+    calls: Sequence[Callable[[torch.Tensor], object]], weights: Sequence[torch.Tensor], reps: int
+) -> float:
+    """Time several kernels of one layer and return the microseconds of the fastest.
+
+    Calls that raise RuntimeError are skipped: some GPUs lack torch's kernel for FP8 with a scale for each row.
+
+    Raises:
+        RuntimeError: All calls failed.
+    """
+    times: list[float] = []
+    for call in calls:
+        try:
+            times.append(time_chain(call, weights, reps))
+        except RuntimeError:
+            if call is calls[-1] and not times:
+                raise
+    return min(times)
+
+
 # ---- Calls of a layer -----------------------------------------------------------------------------------------------
 
 
 def problem_of(x: torch.Tensor, out: torch.Tensor, scales: Sequence[torch.Tensor], silu: bool) -> _core._LinearProblem:
-    """A layer as the core takes it. ``scales``: of x and of the weight, where they are FP8."""
+    """Return the arguments that describe a layer to the core.
+
+    Args:
+        x: [tokens, inputs].
+        out: [tokens, outputs].
+        scales: Scales of x and of the weight; empty unless they are FP8.
+        silu: The layer is gate and up with silu-and-mul.
+    """
     name = next(name for name, dtype in TORCH_TYPES.items() if dtype is out.dtype)
+    rows = out.shape[1] * (2 if silu else 1)
     return {
         "tokens": x.shape[0],
         "inputs": x.shape[1],
         "outputs": out.shape[1],
         "data_type": tuple(registry.data_types()).index(name),
         "epilogue": "silu_and_mul" if silu else "none",
-        "scales": (scales[0].numel() > 1, scales[1].numel() > 1) if scales else None,
+        "scales": Scaling(scales[0], scales[1], out.dtype).whose(x, rows) if scales else None,
     }
+
+
+def unit_scales(x: torch.Tensor, rows: int, blocks: bool) -> tuple[torch.Tensor, torch.Tensor]:
+    """Create scales of 1 for FP8 operands: of rows, or block scales in the layout of the engines' kernels.
+
+    Args:
+        x: [tokens, inputs].
+        rows: Rows of the weight.
+        blocks: Create block scales.
+
+    Returns:
+        float32 scales of x and of the weight: [tokens, 1] and [rows, 1], or [tokens, inputs / 128] with column-major
+        strides for TMA and [rows / 128, rounded up, inputs / 128].
+    """
+    if not blocks:
+        return x.new_ones(len(x), 1, dtype=torch.float32), x.new_ones(rows, 1, dtype=torch.float32)
+    of_weight = x.new_ones(-(-rows // GROUP_SIZE), x.shape[1] // GROUP_SIZE, dtype=torch.float32)
+    return empty_scales("group_column_major_tma", x).fill_(1.0), of_weight
 
 
 def call_of_choice(
@@ -123,12 +174,17 @@ def call_of_choice(
     silu: bool,
     choice: _core.LinearChoice,
 ) -> Callable[[torch.Tensor], tuple[torch.Tensor, ...]]:
-    """The layer of a weight by one tiling, which ``Communicator.linear`` does not take.
+    """Return a call of the layer with a given tiling, for which ``Communicator.linear`` has no parameter.
+
+    The call raises LlmCommError if the communicator has failed.
 
     Raises:
-        ValueError: There is no such kernel.
+        ValueError: The kernel does not support the tiling.
     """
-    run = comm._handle.core().prepare_linear(choice=choice, **problem_of(x, out, scales, silu))
+    strides = None
+    if scales and has_block_scales(x, scales):
+        strides = Scaling(scales[0], scales[1], out.dtype).strides_of_blocks()
+    run = comm._handle.core().prepare_linear(choice=choice, x_scale_strides=strides, **problem_of(x, out, scales, silu))
 
     def call(weight: torch.Tensor) -> tuple[torch.Tensor, ...]:
         stream = 0 if comm.is_emulated else torch.cuda.current_stream(comm.device).cuda_stream
@@ -144,13 +200,15 @@ def call_of_choice(
 def choices_of(
     comm: Communicator, x: torch.Tensor, out: torch.Tensor, scales: Sequence[torch.Tensor], silu: bool
 ) -> list[_core.LinearChoice]:
-    """Tilings of a layer that are worth a try, the fastest first as the kernel expects it."""
+    """Return candidate tilings of a layer in ascending order of the time that the kernel's model estimates."""
     return comm._handle.core().linear_choices(**problem_of(x, out, scales, silu))
 
 
 def spacer_of(comm: Communicator) -> Callable[[], object]:
-    """A short layer, for chains in which layers do not stand behind each other alone. Its tiling leaves room for a
-    block of the next layer on the same multiprocessor, as that of an all-reduce does."""
+    """Return a call of a short layer, which stands for an all-reduce between the layers of a chain.
+
+    Its small tiling leaves room for a block of the next layer on the same multiprocessor, as an all-reduce does.
+    """
     outputs, inputs = _SPACER
     x, weight = (torch.ones(rows, inputs, dtype=torch.bfloat16, device=comm.device) for rows in (1, outputs))
     return partial(call_of_choice(comm, x, x.new_empty(1, outputs), (), False, _SPACER_CHOICE), weight)
@@ -159,11 +217,20 @@ def spacer_of(comm: Communicator) -> Callable[[], object]:
 def layer_by_torch(
     x: torch.Tensor, out: torch.Tensor, scales: Sequence[torch.Tensor]
 ) -> Callable[[torch.Tensor], torch.Tensor]:
-    """The layer of a weight by torch, and so by cuBLAS. With scales, of FP8, the result is a new tensor like ``out``,
-    else it is ``out``."""
+    """Return a call of the layer by torch, which uses cuBLAS on a GPU.
+
+    The call writes to ``out``; with FP8 operands it returns a new tensor like ``out``.
+    """
     if not scales:
         return lambda weight: torch.mm(x, weight.t(), out=out)
     x_scale, weight_scale = scales
+    if has_block_scales(x, scales):
+        if x.device.type == "cuda":
+            by_block = weight_scale.t()
+            return lambda weight: torch._scaled_mm(x, weight.t(), x_scale, by_block, out_dtype=out.dtype)
+        of_x = x_scale.repeat_interleave(GROUP_SIZE, 1)
+        of_weight = weight_scale.repeat_interleave(GROUP_SIZE, 0).repeat_interleave(GROUP_SIZE, 1)
+        return lambda weight: ((x.float() * of_x) @ (weight.float() * of_weight[: len(weight)]).t()).to(out.dtype)
     if x.device.type != "cuda":
         return lambda weight: (x.float() @ weight.float().t() * weight_scale.view(1, -1) * x_scale).to(out.dtype)
     of_weight = weight_scale.view(1, -1) if weight_scale.numel() > 1 else weight_scale
@@ -174,24 +241,89 @@ def layer_by_torch(
 def layer_by_vllm(
     x: torch.Tensor, out: torch.Tensor, scales: Sequence[torch.Tensor]
 ) -> Callable[[torch.Tensor], torch.Tensor]:
-    """The layer of a weight of FP8 by vLLM's kernel, which must be loaded; the result is ``out``."""
+    """Return a call of an FP8 layer by vLLM's ``cutlass_scaled_mm``, which must be loaded. It writes to ``out``."""
+    x_scale, weight_scale = scales
+    of_weight = weight_scale.t() if has_block_scales(x, scales) else weight_scale
 
     def call(weight: torch.Tensor) -> torch.Tensor:
-        torch.ops._C.cutlass_scaled_mm(out, x, weight.t(), *scales, None)
+        torch.ops._C.cutlass_scaled_mm(out, x, weight.t(), x_scale, of_weight, None)
         return out
 
     return call
 
 
+def layer_by_deep_gemm(
+    x: torch.Tensor, out: torch.Tensor, scales: Sequence[torch.Tensor]
+) -> Callable[[torch.Tensor], torch.Tensor]:
+    """Return a call of an FP8 layer with block scales by DeepGEMM, as vLLM calls it. It writes to ``out``."""
+    x_scale, weight_scale = scales
+
+    def call(weight: torch.Tensor) -> torch.Tensor:
+        torch.ops.vllm.fp8_gemm_nt_op(x, x_scale, weight, weight_scale, out, False)  # scales are no powers of 2
+        return out
+
+    return call
+
+
+def layer_by_flashinfer(x: torch.Tensor, scales: Sequence[torch.Tensor]) -> Callable[[torch.Tensor], torch.Tensor]:
+    """Return a call of an FP8 layer with block scales by FlashInfer, as vLLM calls it.
+
+    The kernel takes x in bf16 and quantizes it. The result is a new tensor.
+    """
+    plain, weight_scale = x.to(torch.bfloat16), scales[1]
+    return lambda weight: torch.ops.vllm.flashinfer_fp8_blockscale_gemm(plain, weight, weight_scale)
+
+
+def quantization_before(x: torch.Tensor, scales: Sequence[torch.Tensor]) -> Callable[[], object] | None:
+    """Return a call of vLLM's quantization that writes ``x`` and its block scales.
+
+    It runs before kernels that take x in FP8, so that their times compare with FlashInfer's kernel, which quantizes x.
+    None: vLLM's operator is not loaded, or the scales are not block scales.
+    """
+    is_loaded = x.device.type == "cuda" and hasattr(torch.ops._C, "per_token_group_fp8_quant")
+    if not scales or not has_block_scales(x, scales) or not is_loaded:
+        return None
+    plain, largest = x.to(torch.bfloat16), torch.finfo(x.dtype).max
+    numbers = (GROUP_SIZE, 1e-10, -largest, largest)
+    return lambda: torch.ops._C.per_token_group_fp8_quant(plain, x, scales[0], *numbers, False, True, True)
+
+
+def behind(first: Callable[[], object] | None, call: Callable[[torch.Tensor], Any]) -> Callable[[torch.Tensor], Any]:
+    """Return a call that runs ``first``, unless it is None, and then the layer."""
+    if first is None:
+        return call
+
+    def both(weight: torch.Tensor) -> Any:
+        first()
+        return call(weight)
+
+    return both
+
+
+def has_block_scales(x: torch.Tensor, scales: Sequence[torch.Tensor]) -> bool:
+    """Return whether the scales of an FP8 layer are block scales. False with 128 inputs, where both have one scale for
+    each row of x."""
+    return scales[0].numel() > len(x)
+
+
 def calls_of_others(
     x: torch.Tensor, out: torch.Tensor, scales: Sequence[torch.Tensor], silu: bool
 ) -> list[Callable[[torch.Tensor], object]]:
-    """The layer by the kernels that engines have for it: torch's, and of FP8 vLLM's where it is loaded. Behind gate and
-    up stands an activation that reads and writes as silu-and-mul does."""
+    """Return calls of the layer by the kernels of engines: torch's, and for FP8 those of vLLM that are loaded.
+
+    Each call includes what llm_comm's kernel replaces. Gate and up are followed by ``glu``, which reads and writes the
+    same bytes as silu-and-mul. Layers with block scales are preceded by vLLM's quantization, if it is loaded.
+    """
     products = out.new_empty(len(x), 2 * out.shape[1]) if silu else out
+    quantize = quantization_before(x, scales)
     layers = [layer_by_torch(x, products, scales)]
     if scales and x.device.type == "cuda" and hasattr(torch.ops._C, "cutlass_scaled_mm"):
         layers.append(layer_by_vllm(x, products, scales))
+    if scales and has_block_scales(x, scales) and hasattr(torch.ops.vllm, "fp8_gemm_nt_op"):
+        layers.append(layer_by_deep_gemm(x, products, scales))
+    layers = [behind(quantize, layer) for layer in layers]
+    if quantize is not None and hasattr(torch.ops.vllm, "flashinfer_fp8_blockscale_gemm"):
+        layers.append(layer_by_flashinfer(x, scales))
     if not silu:
         return list(layers)
 

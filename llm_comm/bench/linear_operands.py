@@ -233,12 +233,13 @@ class SiluJudge:
         return worst(out.double() - silu * up, drift + ((silu * up).abs() + drift) * rounding)
 
 
-def sums_and_errors(x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+def sums_and_errors(x: Tensor, weight: Tensor, scales: tuple[Tensor, Tensor] | None = None) -> tuple[Tensor, Tensor]:
     """Return ``x @ weight.T`` in float64, and the maximum error of tensor cores that add in llm_comm's order.
 
     Args:
         x: FP8 input, [tokens, inputs]. The inputs must be a multiple of a TMA tile's columns.
         weight: FP8 weight, [outputs, inputs].
+        scales: Block scales of x and of the weight, which scale the products; None: the products are not scaled.
     """
     x, weight = x.double(), weight.double()
     total = torch.zeros(len(x), len(weight), dtype=torch.float64, device=x.device)
@@ -246,14 +247,33 @@ def sums_and_errors(x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
     for team in range(2):
         partial, error = torch.zeros_like(total), torch.zeros_like(total)
         for box in range(team * _BOX, x.shape[1], 2 * _BOX):
-            for first in range(box, box + _BOX, _STEP):
-                of_x, of_weight = x[:, first : first + _STEP], weight[:, first : first + _STEP]
-                largest = of_x.abs().amax(1, keepdim=True) * of_weight.abs().amax(1)
-                error += (_STEP + 1) * _CUT * torch.maximum(largest, partial.abs() + error)
-                partial += of_x @ of_weight.t()
+            if scales is not None:
+                products, cut = torch.zeros_like(total), torch.zeros_like(total)
+                _add_box(x, weight, box, products, cut)
+                scale = scale_of_block(*scales, box // _BOX, len(weight))
+                partial += scale * products
+                # The scale is rounded, and the sum.
+                error += scale * (cut + products.abs() * 2.0**-24) + (partial.abs() + error) * 2.0**-24
+            else:
+                _add_box(x, weight, box, partial, error)
         total += partial
         allowed += error + partial.abs() * 2.0**-23
     return total, allowed
+
+
+def _add_box(x: Tensor, weight: Tensor, box: int, partial: Tensor, error: Tensor) -> None:
+    """Add what the tensor cores sum of a box to ``partial``, and what they cut to ``error``."""
+    for first in range(box, box + _BOX, _STEP):
+        of_x, of_weight = x[:, first : first + _STEP], weight[:, first : first + _STEP]
+        largest = of_x.abs().amax(1, keepdim=True) * of_weight.abs().amax(1)
+        error += (_STEP + 1) * _CUT * torch.maximum(largest, partial.abs() + error)
+        partial += of_x @ of_weight.t()
+
+
+def scale_of_block(x_scale: Tensor, weight_scale: Tensor, block: int, rows: int) -> Tensor:
+    """Return the products of the scales of one block of inputs, [tokens, rows], in float64."""
+    of_rows = weight_scale[:, block].double().repeat_interleave(_BOX)[:rows]
+    return x_scale[:, block].double().view(-1, 1) * of_rows
 
 
 def bound_of(total: Tensor, allowed: Tensor, scale: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:

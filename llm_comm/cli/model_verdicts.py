@@ -15,7 +15,7 @@ from llm_comm.cli import launch
 from llm_comm.config import EngineOptions
 from llm_comm.errors import ConfigError
 from llm_comm.planning.catalogue import find_table
-from llm_comm.planning.layers import is_preferred
+from llm_comm.planning.layers import has_block_scales, is_preferred
 from llm_comm.planning.models import Layer, find, layers_of, read
 from llm_comm.planning.tables import TuningTable
 
@@ -81,6 +81,8 @@ def _verdict(
     shape = f"{layer.outputs} x {layer.inputs}"
     if "silu" in layer.operation:
         shape += ", with its activation" + " in vLLM" * (not is_activated_in_sglang)
+    if has_block_scales(layer.operation):
+        shape += ", FP8 with scales of blocks (in vLLM)"
     if layer.why_not:
         return f"{shape}: the engine's: {layer.why_not}"
     if options.fuse_linear != "auto":

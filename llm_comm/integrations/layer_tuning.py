@@ -1,9 +1,10 @@
-"""Linear layers that measure themselves when an engine starts: which of them llm_comm computes faster than the engine's
-own kernel, for how many tokens, and by which tiling.
+"""Measurement of linear layers when an engine starts: which layers llm_comm computes faster than the engine's kernel,
+for how many tokens, and with which tiling.
 
-The layers are those of the model's config.json (``planning/models.py``), so nothing waits for weights, and the GPU's
-memory is free. Every rank times them, and the slowest counts. Rank 0 keeps what was found (``measured_tables.py``).
-Layers that the tuning table has are not measured. Bits do not depend on it: a layer has the same ones by every tiling.
+Shapes come from the model's config.json (``planning/models.py``), so the measurement runs before weights are loaded,
+while GPU memory is free. All ranks time each layer, and the slowest rank counts. Rank 0 keeps the rows on disk
+(``measured_tables.py``). Layers with rows in the tuning table are not measured. Results of a layer have the same bits
+with every tiling.
 """
 
 from __future__ import annotations
@@ -18,7 +19,18 @@ from functools import partial
 import torch
 import torch.distributed as dist
 
-from llm_comm.bench.layer_chains import call_of_choice, calls_of_others, choices_of, cold_weights, spacer_of, time_chain
+from llm_comm.bench.layer_chains import (
+    behind,
+    call_of_choice,
+    calls_of_others,
+    choices_of,
+    cold_weights,
+    quantization_before,
+    spacer_of,
+    time_chain,
+    time_fastest,
+    unit_scales,
+)
 from llm_comm.communicator import Communicator
 from llm_comm.config import EngineOptions
 from llm_comm.errors import MissingRankError, RendezvousError
@@ -27,50 +39,51 @@ from llm_comm.integrations.engine_config import options_of
 from llm_comm.integrations.joining import ENGINE_TIMEOUT_S
 from llm_comm.integrations.measured_tables import MeasuredTables
 from llm_comm.operations.fp8 import FP8
-from llm_comm.planning.layers import LayerKey, LayerRow, is_fp8, weights_of
+from llm_comm.planning.layers import LayerKey, LayerRow, has_block_scales, is_fp8, weights_of
 from llm_comm.planning.models import Layer
 from llm_comm.runtime.rendezvous import Rendezvous
 
-#: Each is the largest number that a row is for.
+#: Numbers of tokens that are timed; each is ``up_to`` of a row.
 TOKENS = (1, 4, 8, 16, 32, 64)
 _EMULATED_TOKENS = (1, 16)
-#: Seconds, of option ``tune_at_start``.
+#: Default of option ``tune_at_start``, in seconds.
 _USUAL_BUDGET_S = 10.0
-#: Tilings of a layer that are timed: for nine of ten layers one of the first 4 is within 2.1 % of the best of all, one
-#: of the first 12 within 1.1 % (docs/experiments/linear.md, "The kernel's own choice").
+#: Maximum tilings of a layer that are timed, in the order of the time model. On H100 and H200 one of the first 4 is
+#: within 2.1 % of the best in nine of ten cases. One of the first 12 is within 1.1 % (docs/experiments/linear.md, "The
+#: kernel's own choice").
 _MOST_CHOICES = 6
 _REPS = 7
-#: A layer is the engine's unless llm_comm's is faster by more than repeated runs differ.
+#: llm_comm computes a layer if it is faster by more than this share, by which repeated runs may differ.
 _MARGIN = 0.02
-#: Of a number of tokens: microseconds of a layer by the engine's kernel, and of llm_comm's by tiling: outputs of a
-#: block, stages, boxes of a stage. Half a spacer is in both.
+#: Times in microseconds for one number of tokens: the engine's fastest kernel, then llm_comm's for each tiling
+#: (block_outputs, stages, stage_boxes, time). Both include the time of half a spacer.
 Times = tuple[float, list[tuple[int, int, int, float]]]
 
 
 def budget_s(config: EngineOptions, device: torch.device) -> float:
-    """Seconds that measuring may take; 0 where nothing is measured."""
+    """Return the seconds that the measurement may take; 0: nothing is measured."""
     return 0.0 if config.fuse_linear is False else engine_config.seconds_at_start(config, device, _USUAL_BUDGET_S)
 
 
 def tokens_on(communicator: Communicator) -> tuple[int, ...]:
-    """The numbers of tokens that layers are timed with."""
+    """Return the numbers of tokens that layers are timed with."""
     return _EMULATED_TOKENS if communicator.is_emulated else TOKENS
 
 
 def tune(communicator: Communicator, group: dist.ProcessGroup, layers: Iterable[Layer], log: logging.Logger) -> str:
-    """Measure those of ``layers`` that the table of ``communicator`` lacks, and add their rows to it. Collective.
+    """Measure the layers without rows in the communicator's table, and add their rows to it. Collective.
 
     Args:
-        communicator: Of the ranks among which the layers are split.
+        communicator: Communicator of the ranks that share the layers.
         group: gloo group of the same ranks.
-        layers: Of this rank. One counts that all ranks have.
+        layers: Layers of this rank. Only those that all ranks name are measured.
         log: Takes warnings.
 
     Returns:
-        What was found, for the line in the log that says what llm_comm does.
+        Summary for the start-up log line; "" if nothing was to measure or a rank could not measure.
 
     Raises:
-        MissingRankError: A rank is gone.
+        MissingRankError: A rank has ended.
     """
     if budget_s(options_of(communicator), communicator.device) <= 0:
         return ""
@@ -85,10 +98,12 @@ def tune(communicator: Communicator, group: dist.ProcessGroup, layers: Iterable[
 
 
 def _tune(rendezvous: Rendezvous, tuning: _Tuning) -> str:
-    """Do what ``tune`` says. Whatever can fail on a rank alone is a step.
+    """Run the steps of ``tune``. Each action that may fail on a single rank is a step of the rendezvous.
+
+    A layer whose turn comes after the time limit of any rank is skipped on all ranks.
 
     Raises:
-        RendezvousError: A step has failed on a rank.
+        RendezvousError: A step has failed on a rank; raised on all ranks.
     """
     lacking = rendezvous.collect("linear layers to measure", tuning.lacking)
     # A rank that could not read the model's config.json has none.
@@ -108,14 +123,14 @@ def _tune(rendezvous: Rendezvous, tuning: _Tuning) -> str:
 
 
 class _Tuning:
-    """The steps of ``_tune`` on this rank."""
+    """Steps of ``_tune`` on this rank."""
 
     def __init__(self, communicator: Communicator, layers: Iterable[Layer], log: logging.Logger) -> None:
         self._communicator, self._layers, self._log = communicator, layers, log
         self._start = time.monotonic()
-        #: Of each layer that is timed.
+        #: Numbers of tokens that each layer is timed with.
         self.tokens = tokens_on(communicator)
-        #: Rows by layer, and the layers that were measured now.
+        #: Rows by layer, from this start or an earlier one, and the layers that this start measured.
         self.found: dict[LayerKey, list[LayerRow]] = {}
         self.measured: list[LayerKey] = []
 
@@ -128,41 +143,41 @@ class _Tuning:
         return LayerBench(self._communicator)
 
     def lacking(self) -> list[LayerKey]:
-        """The layers that the table lacks."""
+        """Return the served layers without rows in the table, each once."""
         pdl, known = self._communicator.config.pdl, {row.layer() for row in self._communicator.table.layers}
         served = [layer for layer in self._layers if not layer.why_not]
         keys = dict.fromkeys(LayerKey(layer.operation, layer.outputs, layer.inputs, pdl) for layer in served)
         return [key for key in keys if key not in known]
 
     def kept(self, layer: LayerKey) -> list[LayerRow]:
-        """Rows of an earlier start, on rank 0."""
+        """Return a layer's rows from an earlier start, on rank 0; [] on other ranks or without a file."""
         table = self._tables.read(_name(layer)) if self._communicator.rank == 0 else None
         return [] if table is None else [row for row in table.layers if row.layer() == layer]
 
     def is_late(self) -> bool:
-        """Return whether the time is over."""
+        """Return whether the time limit has passed on this rank."""
         return time.monotonic() - self._start > budget_s(options_of(self._communicator), self._communicator.device)
 
     def times(self, layer: LayerKey) -> list[Times]:
-        """Time a layer with each number of tokens."""
+        """Time a layer with each number of tokens, then release GPU memory."""
         try:
             return self._bench.times(layer)
         finally:
             if self._communicator.device.type == "cuda":
-                torch._C._cuda_clearCublasWorkspaces()  # the engine counts what is free
+                torch._C._cuda_clearCublasWorkspaces()  # engines size the KV cache by the free memory
                 torch.cuda.empty_cache()
 
     def use(self, layers: int) -> str:
-        """Add what was found to the table of the communicator, and return what to log.
+        """Add the rows to the communicator's table, write new ones to disk on rank 0, and return the summary.
 
         Args:
-            layers: How many were looked for.
+            layers: Number of layers that the table lacked.
         """
         communicator = self._communicator
         rows = [row for of_layer in self.found.values() for row in of_layer]
         if communicator.rank == 0:
             for layer in self.measured:
-                # A file has rows of sums, of which nothing is taken.
+                # The file also has the collectives' rows of the current table, which kept() does not read.
                 table = communicator.table._replace(layers=tuple(self.found[layer]))
                 self._tables.write(_name(layer), table)
         communicator.use_table(communicator.table.with_layers(rows))
@@ -173,7 +188,7 @@ class _Tuning:
 
 
 def _name(layer: LayerKey) -> str:
-    """Return the name of the file of a layer."""
+    """Return the file name of a layer's rows, without extension."""
     return f"{layer.operation}_{layer.outputs}x{layer.inputs}{'_pdl' if layer.pdl else ''}"
 
 
@@ -185,7 +200,7 @@ class LayerBench:
         self._random = torch.Generator(communicator.device).manual_seed(1)
 
     def times(self, layer: LayerKey) -> list[Times]:
-        """Time a layer with each number of tokens."""
+        """Time a layer with each number of tokens: the engine's kernels, then llm_comm's candidate tilings."""
         operation, outputs, inputs, _ = layer
         communicator = self._communicator
         device = communicator.device
@@ -197,17 +212,18 @@ class LayerBench:
             x = torch.empty(tokens, inputs, device=device).normal_(generator=self._random).to(dtype)
             scales: tuple[torch.Tensor, ...] = ()
             if dtype is FP8:
-                scales = torch.ones(tokens, 1, device=device), torch.ones(len(weights[0]), 1, device=device)
+                scales = unit_scales(x, len(weights[0]), has_block_scales(operation))
             of_layer = (
                 x,
                 torch.empty(tokens, outputs, dtype=torch.bfloat16, device=device),
                 scales,
                 weights_of(operation) > 1,
             )
-            theirs = _fastest([_spaced(call, spacer) for call in calls_of_others(*of_layer)], weights)
+            quantize = quantization_before(x, scales)
+            theirs = time_fastest([_spaced(call, spacer) for call in calls_of_others(*of_layer)], weights, _REPS)
             ours = []
             for choice in choices_of(communicator, *of_layer)[:_MOST_CHOICES]:
-                call = call_of_choice(communicator, *of_layer, choice)
+                call = behind(quantize, call_of_choice(communicator, *of_layer, choice))
                 us = time_chain(_spaced(call, spacer), weights, _REPS)
                 ours.append((choice.block_outputs, choice.stages, choice.stage_boxes, round(us, 3)))
             found.append((round(theirs, 3), ours))
@@ -215,26 +231,11 @@ class LayerBench:
         return found
 
 
-def _fastest(calls: Sequence[Callable[[torch.Tensor], object]], weights: Sequence[torch.Tensor]) -> float:
-    """Time calls, and return the microseconds of the fastest that the device has kernels for: some GPUs lack torch's
-    kernel for FP8 with a scale for each row.
-
-    Raises:
-        RuntimeError: It has none.
-    """
-    times: list[float] = []
-    for call in calls:
-        try:
-            times.append(time_chain(call, weights, _REPS))
-        except RuntimeError:
-            if call is calls[-1] and not times:
-                raise
-    return min(times)
-
-
 def _spaced(call: Callable[[torch.Tensor], object], spacer: Callable[[], object]) -> Callable[[torch.Tensor], object]:
-    """The layer, behind a short one at every other call. In a model qkv stands behind a short kernel, and the
-    down-projection behind a long one."""
+    """Return a call of the layer that runs the spacer first, at every other call.
+
+    In a model some layers follow a short kernel, such as qkv, and others a long one, such as the down-projection.
+    """
     turns = itertools.cycle((True, False))
 
     def both(weight: torch.Tensor) -> None:
@@ -246,12 +247,18 @@ def _spaced(call: Callable[[torch.Tensor], object], spacer: Callable[[], object]
 
 
 def rows_of(layer: LayerKey, tokens: Sequence[int], times: Sequence[Sequence[Times]]) -> list[LayerRow]:
-    """Rows of a layer by what each rank has measured with these numbers of tokens."""
+    """Return the rows of a layer.
+
+    Args:
+        layer: The layer.
+        tokens: Numbers of tokens that were timed.
+        times: Times of each rank, for each of ``tokens``.
+    """
     return [_row_of(layer, up_to, of_ranks) for up_to, of_ranks in zip(tokens, zip(*times, strict=True), strict=True)]
 
 
 def _row_of(layer: LayerKey, tokens: int, of_ranks: Sequence[Times]) -> LayerRow:
-    """The row for up to ``tokens``: the slowest rank counts, and tilings that all ranks have timed."""
+    """Return the row for up to ``tokens``. The slowest rank counts. Only tilings that all ranks have timed are used."""
     theirs = max(us for us, _ in of_ranks)
     timed = [{tuple(tiling): us for *tiling, us in ours} for _, ours in of_ranks]
     slowest = {

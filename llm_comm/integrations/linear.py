@@ -1,4 +1,4 @@
-"""What the engine integrations share about linear layers: whether llm_comm computes them, and what to log."""
+"""Linear layers in the integrations of both engines: which layers llm_comm computes, their calls, and log lines."""
 
 from __future__ import annotations
 
@@ -13,24 +13,25 @@ from llm_comm.integrations.layer_tuning import budget_s
 from llm_comm.operations.linear import ALIGNMENT
 from llm_comm.planning.layers import LINEAR_GELU_TANH_AND_MUL, LINEAR_SILU_AND_MUL, takes_features
 
-#: Of FP8: of x, and of the weight.
+#: Scales of FP8 operands: of x, and of the weight.
 Scales = tuple[torch.Tensor, torch.Tensor]
 
-#: Logged once by rank 0, with number of ranks, and shapes of x and of the weight: that layers are set up to be fused
-#: does not mean that any is.
+#: Log lines of the first layer of each kind, once on rank 0. Arguments: number of ranks, shape of x, shape of the
+#: weight. They show that a layer was really computed by llm_comm, which setup alone does not.
+#: This one: a layer fused with its all-reduce and norm.
 FIRST_FUSED_LINEAR = (
     "llm_comm: first linear layer fused with its all-reduce and RMSNorm (%d ranks, shape %s, weight %s)"
 )
 
-#: The same where an engine's layer is computed alone, and what comes behind it is not known.
+#: First layer computed alone, where the operation after it is unknown.
 FIRST_LINEAR = "llm_comm: first linear layer computed by llm_comm (%d ranks, shape %s, weight %s)"
 
-#: The same where nothing is summed behind it.
+#: First layer without an all-reduce after it.
 FIRST_COLUMN_LINEAR = (
     "llm_comm: first column-parallel linear layer computed by llm_comm (%d ranks, shape %s, weight %s)"
 )
 
-#: Said of the first layer of gate and up, by the communicator's method that computes it with its activation.
+#: First layer of gate and up with its activation, by the communicator's method.
 FIRST_ACTIVATED = {
     LINEAR_SILU_AND_MUL: (
         "llm_comm: first column-parallel linear layer computed with silu-and-mul (%d ranks, shape %s, weight %s)"
@@ -41,20 +42,19 @@ FIRST_ACTIVATED = {
 }
 
 
-#: In the mode in which a token's result must not depend on its batch.
+#: First layer in batch-invariant mode.
 FIRST_INVARIANT_LINEAR = (
     "llm_comm: first linear layer of any number of tokens computed by llm_comm (%d ranks, shape %s, weight %s)"
 )
 
-#: Said of linear layers, at start, where they are llm_comm's in all batches.
+#: Part of the start-up line if llm_comm computes linear layers at every batch size.
 LINEAR_AT_EVERY_SIZE = "; linear layers by llm_comm at every size (batch_invariant_linear)"
 
 
 def why_not_any(communicator: Communicator) -> str | None:
-    """Why no linear layer of an engine may be computed by llm_comm where few tokens are faster so, if none may. The
-    same on all ranks."""
+    """Return why llm_comm computes no linear layers of decode steps, or None if it may. The same on all ranks."""
     config = communicator.config
-    if config.batch_invariant_norm == "llm_comm":  # the engine is in its batch-invariant mode
+    if config.batch_invariant_norm == "llm_comm":  # set only in batch-invariant mode
         return f"batches of more than {_core.linear_max_tokens} tokens would be the engine's, with other bits"
     if config.fuse_linear is False:
         return f"fuse_linear is false ({config.origins.get('fuse_linear', 'Python')})"
@@ -62,7 +62,7 @@ def why_not_any(communicator: Communicator) -> str | None:
 
 
 def why_not_preferred(communicator: Communicator) -> str | None:
-    """Why none is known to be faster, if so. The same on all ranks."""
+    """Return why no layer is preferred, or None if one is. The same on all ranks."""
     if communicator.max_preferred_tokens > 0:
         return None
     config = communicator.config
@@ -77,20 +77,25 @@ def prefers_some(
     most_tokens: int,
     silu_and_mul: bool = False,
     fp8: bool = False,
+    block_scales: bool = False,
 ) -> bool:
-    """Whether a layer of this shape is to be computed by llm_comm for some number of tokens up to ``most_tokens``.
+    """Return whether llm_comm is preferred for a layer of this shape at any number of tokens up to ``most_tokens``.
 
     Args:
-        outputs, inputs: As ``Communicator.prefers_linear`` takes them, or ``prefers_linear_silu_and_mul``.
-        silu_and_mul: Whether the layer is a gate-and-up projection with its activation.
-        fp8: Whether x and the weight are FP8.
+        communicator: The group's communicator.
+        outputs, inputs: As in ``Communicator.prefers_linear``, or in ``prefers_linear_silu_and_mul``.
+        most_tokens: Largest number of tokens that is considered.
+        silu_and_mul: The layer is gate and up with its activation.
+        fp8: x and the weight are FP8.
+        block_scales: The scales of FP8 operands are block scales.
     """
     prefers = communicator.prefers_linear_silu_and_mul if silu_and_mul else communicator.prefers_linear
-    return any(prefers(outputs, inputs, tokens, fp8=fp8) for tokens in range(1, most_tokens + 1))
+    kind = {"fp8": fp8, "block_scales": block_scales}
+    return any(prefers(outputs, inputs, tokens, **kind) for tokens in range(1, most_tokens + 1))
 
 
 def takes_all_batches_of(weight: torch.Tensor) -> bool:
-    """Whether ``linear_of_any_batch`` computes the layer of ``weight``. It does so for all batches or for none."""
+    """Return whether ``linear_of_any_batch`` supports ``weight``. The answer holds for all batch sizes."""
     return (
         weight.dtype in (torch.bfloat16, torch.float16)
         and weight.dim() == 2
@@ -100,14 +105,15 @@ def takes_all_batches_of(weight: torch.Tensor) -> bool:
 
 
 def linear_of_any_batch(communicator: Communicator, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    """``x @ weight.T`` of any number of rows. The bits of a row depend on nothing beside it.
+    """Compute ``x @ weight.T`` for any number of rows, 0 included. The bits of a row do not depend on other rows.
 
     Args:
-        x: [..., inputs], of the dtype of ``weight``.
-        weight: [outputs, inputs], which ``takes_all_batches_of`` takes and ``is_aligned``.
+        communicator: The group's communicator.
+        x: [..., inputs], of the dtype of ``weight``. Copied if it is not contiguous.
+        weight: [outputs, inputs], accepted by ``takes_all_batches_of`` and ``is_aligned``.
 
     Raises:
-        UnsupportedInputError: Something does not fit. An engine's kernel would have other bits.
+        UnsupportedInputError: An operand is not supported. The engine's kernel is no fallback: its bits differ.
         CommunicatorError: An earlier call has failed.
     """
     if x.numel() == 0:
@@ -116,7 +122,10 @@ def linear_of_any_batch(communicator: Communicator, x: torch.Tensor, weight: tor
 
 
 def optional_operands(bias: torch.Tensor | None, scales: Scales | None) -> dict[str, Any]:
-    """Return bias and scales as the communicator's methods take them. Scales may be of classes of engines."""
+    """Return bias and scales as keyword arguments of the communicator's methods.
+
+    ``detach`` turns scales of parameter subclasses of engines into plain tensors.
+    """
     operands = {"bias": bias}
     if scales is not None:
         operands |= {"x_scale": scales[0].detach(), "weight_scale": scales[1].detach()}
@@ -124,18 +133,23 @@ def optional_operands(bias: torch.Tensor | None, scales: Scales | None) -> dict[
 
 
 def is_aligned(weight: torch.Tensor) -> bool:
-    """Whether a weight begins where llm_comm can read it, which ``accepts_linear`` and its kin do not say: it may be
-    so on some ranks alone."""
+    """Return whether the address of a weight is a multiple of ``ALIGNMENT``.
+
+    The ``accepts_linear*`` queries do not check it, because the answer may differ between ranks.
+    """
     return weight.data_ptr() % ALIGNMENT == 0
 
 
 def about_linear(communicator: Communicator, engine: str, why_not: str | None, most_tokens: int) -> str:
-    """For the line in the log that says what llm_comm does: with the linear layers of ``engine``.
+    """Return the part of the start-up log line about linear layers.
 
     Args:
-        why_not: They are computed by the engine; None: by llm_comm, up to ``most_tokens``.
+        communicator: The group's communicator.
+        engine: Name of the engine.
+        why_not: Reason why the engine computes all layers; None if llm_comm computes some.
+        most_tokens: Largest batch, in tokens, whose layers llm_comm computes.
     """
-    if options_of(communicator).batch_invariant_linear == "llm_comm":  # of which something else is said
+    if options_of(communicator).batch_invariant_linear == "llm_comm":  # LINEAR_AT_EVERY_SIZE is logged instead
         return ""
     if why_not is not None:
         return f"; linear layers are {engine}'s: {why_not}"

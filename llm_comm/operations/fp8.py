@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from llm_comm import arrays
+from llm_comm import _core
 from llm_comm.operations.operands import why_not_operand
 
 FP8 = torch.float8_e4m3fn
@@ -31,6 +31,8 @@ CODES = {name: code for code, name in enumerate((None, "static", "dynamic", *GRO
 #: Dtype of results if neither ``out_dtype`` nor ``out`` gives one.
 DEFAULT_OUT_DTYPE = torch.bfloat16
 _OUT_DTYPES = (torch.bfloat16, torch.float16)
+#: Largest stride of block scales of x: the kernel has 32 bits for it.
+_MAX_STRIDE = 2**32 - 1
 
 
 def makes_scales(quantize: str | None) -> bool:
@@ -102,9 +104,13 @@ def _layout(quantize: str, shape: Sequence[int]) -> tuple[tuple[int, ...], tuple
 class Scaling(NamedTuple):
     """Scales and output dtype of a call with FP8 operands, not yet validated.
 
+    Both operands have block scales, or neither has. A block of x has ``GROUP_SIZE`` inputs of one token. A block of the
+    weight has ``GROUP_SIZE`` inputs of ``GROUP_SIZE`` rows.
+
     Attributes:
-        x: float32, one scale, or one for each row of ``x``.
-        weight: float32, one scale, or one for each row of the weight.
+        x: float32. One scale, one for each row of ``x``, or block scales [..., inputs / 128].
+        weight: float32. One scale, one for each row of the weight, or block scales [rows / 128, rounded up,
+            inputs / 128].
         out_dtype: Dtype of the result.
     """
 
@@ -125,46 +131,113 @@ class Scaling(NamedTuple):
         x, weight = self.x, self.weight
         if not (isinstance(x, torch.Tensor) and isinstance(weight, torch.Tensor)) or x.is_nested or weight.is_nested:
             return None
-        return x.shape, weight.shape, self.out_dtype
+        if x.layout is not torch.strided:  # it has no strides
+            return None
+        return x.shape, x.stride(), weight.shape, self.out_dtype
 
     def is_dense_on(self, device: torch.device) -> bool:
         """Return whether the scales, which must be tensors, can be read on ``device``. The cache key does not depend on
         it."""
-        return all(_is_plain_on(scale, device) and not scale.is_neg() for scale in (self.x, self.weight))
+        x, weight = self.x, self.weight
+        return _is_readable_on(x, device) and _is_plain_on(weight, device) and not (x.is_neg() or weight.is_neg())
 
-    def accepts_traced(self, device: torch.device, tokens: int, rows: int) -> bool:
+    def of_blocks(self, x: torch.Tensor, rows: int) -> bool:
+        """Return whether the scales have the shapes of block scales, for ``x`` and ``rows`` rows of the weight.
+
+        One block of inputs and one scale of the weight fit both readings. They are then scales of rows and of a tensor,
+        which give the same products.
+        """
+        if self.x.dim() == 0 or self.weight.dim() != 2:
+            return False
+        blocks = x.shape[-1] // GROUP_SIZE
+        if self.x.shape != (*x.shape[:-1], blocks) or self.weight.shape != (-(-rows // GROUP_SIZE), blocks):
+            return False
+        return blocks > 1 or self.weight.numel() != 1
+
+    def whose(self, x: torch.Tensor, rows: int) -> tuple[int, int]:
+        """Return the core's numbers (``SCALE_OF_...``) for the granularity of both scales, which must be supported."""
+        if self.of_blocks(x, rows):
+            return _core.SCALE_OF_BLOCK, _core.SCALE_OF_BLOCK
+        of_x, of_weight = (
+            _core.SCALE_OF_TENSOR if scale.numel() == 1 else _core.SCALE_OF_ROW for scale in (self.x, self.weight)
+        )
+        return of_x, of_weight
+
+    def strides_of_blocks(self) -> tuple[int, int]:
+        """Return the strides of block scales of x in elements: between tokens, and between blocks.
+
+        Dimensions of size 1 have the stride of contiguous scales, whatever torch reports. Scales of more than two
+        dimensions must be contiguous.
+        """
+        *outer, blocks = self.x.shape
+        token = self.x.stride(0) if len(outer) == 1 and outer[0] > 1 else blocks
+        return token, self.x.stride(-1) if blocks > 1 else 1
+
+    def accepts_traced(self, device: torch.device, x: torch.Tensor, rows: int) -> bool:
         """Return whether ``why_not`` returns "". For torch.compile, which cannot trace texts that contain sizes."""
-        return self.out_dtype in _OUT_DTYPES and all(
-            isinstance(scale, torch.Tensor)
-            and _is_plain_on(scale, device)
-            and (scale.numel() == 1 or scale.numel() == count)
-            for scale, count in ((self.x, tokens), (self.weight, rows))
+        if self.out_dtype not in _OUT_DTYPES or not (
+            isinstance(self.x, torch.Tensor) and isinstance(self.weight, torch.Tensor)
+        ):
+            return False
+        if not (_is_readable_on(self.x, device) and _is_plain_on(self.weight, device)):
+            return False
+        if self.of_blocks(x, rows):
+            return self._has_strides_of_blocks()
+        return self.x.is_contiguous() and all(
+            scale.numel() == 1 or scale.numel() == count
+            for scale, count in ((self.x, x.shape[:-1].numel()), (self.weight, rows))
         )
 
-    def why_not(self, device: torch.device, tokens: int, rows: int) -> str:
-        """Return why the scales do not fit ``tokens`` rows of x and ``rows`` rows of the weight, or "".
+    def why_not(self, device: torch.device, x: torch.Tensor, rows: int) -> str:
+        """Return why the scales do not fit x and ``rows`` rows of the weight, or "".
 
-        Only the number of elements matters: [rows], [rows, 1] and similar shapes all mean one scale for each row.
+        Block scales have the two shapes that ``of_blocks`` checks. Otherwise only the number of elements matters:
+        [rows], [rows, 1] and similar shapes all mean one scale for each row.
         """
         if self.out_dtype not in _OUT_DTYPES:
             return f"results of FP8 operands are torch.bfloat16 or torch.float16, not {self.out_dtype}"
+        tokens, blocks = x.shape[:-1].numel(), x.shape[-1] // GROUP_SIZE
+        of_both = isinstance(self.x, torch.Tensor) and isinstance(self.weight, torch.Tensor)
+        of_blocks = of_both and self.of_blocks(x, rows)
         for name, scale, count in (("x_scale", self.x, tokens), ("weight_scale", self.weight, rows)):
             if not isinstance(scale, torch.Tensor):
                 return f"{name} is a {type(scale).__name__}, not a tensor: {FP8} operands need both scales"
-            why = why_not_operand(scale, device)
+            why = why_not_operand(scale, device, strided=of_blocks and scale is self.x)
             if why:
                 return f"{name}: {why}"
             if scale.dtype is not torch.float32:
                 return f"{name} is {scale.dtype}; it must be torch.float32"
-            if scale.numel() not in (1, count):
-                return f"{name} has shape {tuple(scale.shape)}: it must be one scale, or one for each of {count} rows"
+            if not of_blocks and scale.numel() not in (1, count):
+                return (
+                    f"{name} has shape {tuple(scale.shape)}: it must be one scale, or one for each of {count} rows; "
+                    f"or x_scale is {[*x.shape[:-1], blocks]} and weight_scale {[-(-rows // GROUP_SIZE), blocks]}, "
+                    f"for blocks of {GROUP_SIZE}"
+                )
+        if of_blocks and not self._has_strides_of_blocks():
+            return (
+                f"x_scale has shape {tuple(self.x.shape)} and strides {self.x.stride()}: it must be contiguous, or "
+                f"have two dimensions and strides of 1 and more"
+            )
         return ""
+
+    def _has_strides_of_blocks(self) -> bool:
+        if self.x.dim() == 2:
+            return all(0 < stride <= _MAX_STRIDE for stride in self.strides_of_blocks())
+        is_contiguous: bool = self.x.is_contiguous()
+        return is_contiguous
 
 
 def _is_plain_on(scale: torch.Tensor, device: torch.device) -> bool:
     """Return whether a scale is a dense fp32 tensor on ``device`` that needs no gradient."""
+    return _is_readable_on(scale, device) and scale.is_contiguous()
+
+
+def _is_readable_on(scale: torch.Tensor, device: torch.device) -> bool:
+    """Return whether a scale is an fp32 tensor on ``device``, of any strides, that needs no gradient."""
     return (
         scale.dtype is torch.float32
-        and arrays.is_dense_on(scale, device)
+        and scale.device == device
+        and scale.layout is torch.strided
+        and not scale.is_nested
         and not (torch.is_grad_enabled() and scale.requires_grad)
     )

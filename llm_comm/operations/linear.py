@@ -1,6 +1,8 @@
-"""A linear layer, on one rank alone, plain or with an activation, of bf16, fp16 or FP8 with scales: its
-checks, what is prepared for its shapes, and the call itself. ``Communicator.linear`` and ``linear_silu_and_mul`` say
-more."""
+"""Linear layers of one rank, plain or with an activation: checks of operands, prepared launches by shape, and calls.
+
+Operands are bf16, fp16, or FP8 with scales. The contract is in the docstrings of ``Communicator.linear`` and
+``Communicator.linear_silu_and_mul``.
+"""
 
 from __future__ import annotations
 
@@ -37,13 +39,13 @@ _Tensor = torch.Tensor
 _strided = torch.strided
 _is_grad_enabled = torch.is_grad_enabled
 
-#: As ``serves`` in csrc/algorithms/linear/layer.h: of results, and of operands unless they are FP8.
+#: Data types of results, and of operands unless they are FP8. Must equal ``serves`` in csrc/algorithms/linear/layer.h.
 _SERVED = ("bf16", "fp16")
-#: Of all layers, in statistics and NVTX ranges.
+#: Name of the algorithm of all layers in statistics and NVTX ranges.
 _ALGORITHM = "linear"
-#: Bytes, at a multiple of which the core wants tensors to begin.
+#: Alignment in bytes that the core requires of x, weight and out.
 ALIGNMENT = 16
-#: What operations call the layer's weight, where it is not ``linear_weight``.
+#: Parameter name of the layer's weight in each operation. Other operations call it ``linear_weight``.
 _WEIGHTS = {
     LINEAR: "weight",
     "linear_of_any_batch": "weight",
@@ -53,26 +55,26 @@ _WEIGHTS = {
 
 
 class PreparedLinear(NamedTuple):
-    """A layer that is ready to be launched."""
+    """Launch of a layer for one combination of operand shapes and dtypes."""
 
-    #: What ``prepare_linear`` of the core returned: it takes the addresses of x, weight, out and bias (0: none), of FP8
-    #: those of the scales, and a stream.
+    #: Result of the core's ``prepare_linear``. Takes the addresses of x, weight, out and bias (0: none), for FP8 also
+    #: of x_scale and weight_scale, and a stream. Returns False if the communicator has failed.
     run: Callable[..., bool]
-    #: Of the result, and its elements.
+    #: Shape of the result, and its number of elements.
     shape: tuple[int, ...]
     elements: int
     dtype: torch.dtype
 
 
 class Linear:
-    """The linear layers on the core of one communicator. No other rank takes part in them.
+    """Linear layers of one communicator, for one epilogue. Other ranks take no part.
 
     Args:
-        handle: Of the core that launches them.
-        planner: Of the communicator.
-        epilogue: ``"silu_and_mul"`` or ``"gelu_tanh_and_mul"`` where the weight is that of gate and up and the result
-            ``activation(gate) * up``.
-        many_tokens: Whether calls of more than a few tokens are served, which are cut into tiles. None of them is FP8.
+        handle: Handle of the core that launches the layers.
+        planner: Planner of the communicator; it chooses tilings.
+        epilogue: ``"none"``, or the activation of a gated MLP: ``"silu_and_mul"`` or ``"gelu_tanh_and_mul"``. With an
+            activation the weight holds the rows of gate, then those of up.
+        many_tokens: Serve up to 2**20 tokens instead of 64. Not for FP8 operands.
     """
 
     def __init__(
@@ -83,20 +85,20 @@ class Linear:
         self._epilogue = epilogue
         self._most_tokens = _core.linear_max_many_tokens if many_tokens else _core.linear_max_tokens
         self._name = LINEAR if epilogue == "none" else f"linear_{epilogue}"
-        #: Rows of the weight for an output.
+        #: Rows of the weight for each output.
         self._parts = 1 if epilogue == "none" else 2
         self._device = handle.device
         self._current_stream = current_stream_of(handle.device)
         numbers = {name: number for number, name in enumerate(registry.data_types())}
-        #: The core's numbers of the types that it has kernels for.
+        #: Number in the core of each data type that has kernels.
         self._data_types = {TORCH_TYPES[name]: numbers[name] for name in _SERVED}
-        #: Whether there are kernels for FP8 operands on this device.
+        #: This device and build have kernels for FP8 operands.
         self.has_fp8 = handle.core().multiplies_fp8()
-        #: By shapes of operands, and their dtype or what scales say.
+        #: Prepared layers by shapes of x and weight, and dtype of x or ``Scaling.kind``.
         self._prepared: dict[tuple[Any, ...], PreparedLinear] = {}
 
     def forget(self) -> None:
-        """Drops what is prepared, which holds the core."""
+        """Drop the prepared layers, which hold references to the core."""
         self._prepared.clear()
 
     # ---- Calls --------------------------------------------------------------------------------------------------
@@ -111,10 +113,13 @@ class Linear:
         weight_scale: _Tensor | None = None,
         out_dtype: torch.dtype | None = None,
     ) -> Any:
-        """``Communicator.linear``, or that with an activation, of tensors that have memory of their own, now.
+        """Run ``Communicator.linear``, or the variant with an activation.
+
+        The tensors must have memory. Traced tensors and tensor subclasses use the torch operators instead
+        (``linear_operators.py``).
 
         Raises:
-            UnsupportedInputError: Something does not fit.
+            UnsupportedInputError: An operand or ``out`` is not supported.
             CommunicatorError: An earlier call has failed.
             RuntimeError: The layer could not be launched. No other rank waits for it: the communicator goes on.
         """
@@ -151,18 +156,18 @@ class Linear:
         scaling: Scaling | None = None,
         bias: _Tensor | None = None,
     ) -> PreparedLinear:
-        """What ``enqueue`` takes for these operands.
+        """Return the prepared layer for these operands, as ``enqueue`` takes it.
 
         Args:
-            operation: That has the layer, as errors name it.
+            operation: Name of the public method, for error texts.
             x, weight: Operands of the layer.
-            scaling: Where they are FP8.
-            bias: Added to the sums; None: nothing is.
+            scaling: Scales of FP8 operands; None for other dtypes.
+            bias: Bias of the layer, or None.
 
         Raises:
-            UnsupportedInputError: They are declined.
+            UnsupportedInputError: The operands are not supported, or ``weight`` is not aligned.
         """
-        # Host time of a call is a bar: this path makes no Python call that it can do without.
+        # Host time of a call matters: this path avoids Python calls.
         dtype, device = x.dtype, self._device
         # A nested tensor has no shape.
         is_nested = x.is_nested or weight.is_nested
@@ -193,7 +198,7 @@ class Linear:
                 f"{operation}: {weight_of(operation)} begins at {weight.data_ptr():#x}, which is no multiple of "
                 f"{ALIGNMENT} bytes: pass a copy, made once"
             )
-        # A tensor without memory is an error here, before anything is enqueued.
+        # data_ptr() raises for a tensor without memory. This must happen before anything is enqueued.
         if bias is not None:
             bias.data_ptr()
         if scaling is not None:
@@ -210,16 +215,17 @@ class Linear:
         scaling: Scaling | None = None,
         bias: _Tensor | None = None,
     ) -> bool:
-        """Puts a layer on the current stream; False where the communicator has failed.
+        """Enqueue a layer on the current stream. Return False if the communicator has failed.
 
         Args:
-            prepared: What ``find`` returned for the operands.
+            prepared: Result of ``find`` for these operands.
             x, weight, scaling, bias: Operands of the layer.
-            out: For the result: contiguous, and aligned as new tensors are.
+            out: Takes the result. Contiguous, at a multiple of ``ALIGNMENT`` bytes.
         """
         address = x.data_ptr()
         if address % ALIGNMENT != 0:
-            # A rank cannot decline it alone. The copy may go at once: whatever gets its memory comes behind the layer.
+            # Addresses differ between ranks, so a rank must not decline because of one. The copy may be freed before
+            # the layer has run: later users of its memory follow in the stream.
             x = x.clone()
             address = x.data_ptr()
         stream = self._current_stream()
@@ -239,7 +245,11 @@ class Linear:
         scaling: Scaling | None = None,
         bias: _Tensor | None = None,
     ) -> None:
-        """Raise UnsupportedInputError unless the result can go to ``out``."""
+        """Check that ``out`` can take the result.
+
+        Raises:
+            UnsupportedInputError: It has another shape, dtype or device, or shares memory with an operand.
+        """
         why = why_not_out(out, prepared.shape, prepared.dtype, self._device)
         if why:
             raise UnsupportedInputError(f"{operation}: {why}")
@@ -249,7 +259,7 @@ class Linear:
     # ---- What would be served -----------------------------------------------------------------------------------
 
     def accepts(self, x: _Tensor, weight: _Tensor, scaling: Scaling | None = None, bias: _Tensor | None = None) -> bool:
-        """Whether ``find`` finds something. The addresses of tensors do not matter, which ranks may have others of."""
+        """Return whether the operands are supported. The answer ignores addresses, which differ between ranks."""
         self._handle.check_open()
         if is_traced(x):
             return self._accepts_traced(x, weight, scaling, bias)
@@ -261,7 +271,7 @@ class Linear:
     def _accepts_traced(
         self, x: _Tensor, weight: _Tensor, scaling: Scaling | None = None, bias: _Tensor | None = None
     ) -> bool:
-        """For torch.compile, which cannot trace texts with sizes."""
+        """Return ``accepts`` of traced tensors: torch.compile cannot trace the texts with sizes of ``_why_not``."""
         is_fp8 = scaling is not None
         return (
             arrays.is_dense_on(x, self._device)
@@ -276,7 +286,7 @@ class Linear:
             and weight.shape[0] % self._parts == 0
             and takes_features(weight.shape[0] // self._parts)
             and 1 <= x.numel() // weight.shape[1] <= self._most_tokens
-            and (scaling is None or scaling.accepts_traced(self._device, x.numel() // weight.shape[1], weight.shape[0]))
+            and (scaling is None or scaling.accepts_traced(self._device, x, weight.shape[0]))
             and (bias is None or self._accepts_traced_bias(bias, weight, result_type(x, scaling)))
         )
 
@@ -302,7 +312,10 @@ class Linear:
             elements = math.prod(shape)
             kind = self._name, elements * dtype.itemsize, _ALGORITHM, NONE
             counter = self._handle.tallies.counter(*kind)
-            run = self._prepare_by_table(tokens, inputs, outputs, dtype, scaling, counter)
+            scales = {} if scaling is None else {"scales": scaling.whose(x, rows)}
+            if scaling is not None and _core.SCALE_OF_BLOCK in scales["scales"]:
+                scales["x_scale_strides"] = scaling.strides_of_blocks()
+            run = self._prepare_by_table(tokens, inputs, outputs, dtype, scales, counter)
             if self._planner.config.nvtx:
                 run = within_range(run, self._device, *kind)
             prepared = PreparedLinear(run, shape, elements, dtype)
@@ -315,11 +328,11 @@ class Linear:
         inputs: int,
         outputs: int,
         dtype: torch.dtype,
-        scaling: Scaling | None,
+        scales: dict[str, Any],
         counter: _core.Counter,
     ) -> Callable[..., bool]:
-        """What the core returns, for what the tuning table says of such a layer."""
-        operation = of_factors(self._name, scaling is not None)
+        """Prepare a layer in the core with the tiling of the tuning table, or with the kernel's own."""
+        operation = of_factors(self._name, bool(scales), "x_scale_strides" in scales)
         prepare = partial(
             self._handle.core().prepare_linear,
             tokens=tokens,
@@ -328,13 +341,12 @@ class Linear:
             data_type=self._data_types[dtype],
             epilogue=self._epilogue,
             counter=counter,
+            **scales,
         )
-        if scaling is not None:
-            prepare = partial(prepare, scales=(scaling.x.numel() > 1, scaling.weight.numel() > 1))
         try:
             return prepare(choice=self._planner.layer_choice(operation, outputs, inputs, tokens))
         except ValueError as error:
-            # Of another device, or written by hand: the layer itself is served.
+            # The row was measured on another device or written by hand. The layer itself is supported.
             logger.warning(
                 "llm_comm: tuning table %s: %s; goes by the kernel's own choice", self._planner.table.name, error
             )
@@ -350,7 +362,7 @@ class Linear:
         bias: _Tensor | None,
         weight_name: str = "weight",
     ) -> str:
-        """Why there is no such layer, or ""."""
+        """Return why the operands are not supported, or ""."""
         for name, tensor in (("x", x), (weight_name, weight)):
             why = why_not_operand(tensor, self._device)
             if why:
@@ -376,7 +388,7 @@ class Linear:
         tokens = x.numel() // inputs
         if not 1 <= tokens <= self._most_tokens:
             return f"{tokens} tokens: it takes 1 to {self._most_tokens}"
-        why = "" if scaling is None else scaling.why_not(self._device, tokens, rows)
+        why = "" if scaling is None else scaling.why_not(self._device, x, rows)
         return why or ("" if bias is None else self._why_not_bias(bias, weight, result_type(x, scaling)))
 
     def _why_not_bias(self, bias: _Tensor, weight: _Tensor, dtype: torch.dtype) -> str:
@@ -400,12 +412,12 @@ class Linear:
 
 
 def weight_of(operation: str) -> str:
-    """What an operation calls the layer's weight."""
+    """Return the parameter name of the layer's weight in an operation."""
     return _WEIGHTS.get(operation, "linear_weight")
 
 
 def operands_of(operation: str, writes: tuple[str, ...]) -> Operands:
-    """The tensors of an operation that has a layer."""
+    """Return the operand descriptions of an operation with a layer; it writes the tensors named ``writes``."""
     return Operands(operation, ("x", weight_of(operation), "bias", "x_scale", "weight_scale"), writes)
 
 

@@ -1,4 +1,4 @@
-"""The methods of a communicator for linear layers, alone and with what comes behind them."""
+"""Mixin of ``Communicator``: linear layers, alone and followed by an all-reduce, residual add and RMSNorm."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ _Tensor = torch.Tensor
 
 
 class LinearLayers:
-    """Mixin of ``Communicator``: linear layers, their ``accepts``, and which of them an engine is to prefer."""
+    """Mixin of ``Communicator``: linear layers, their ``accepts_*`` queries, and ``prefers_*`` for engines."""
 
     name: str
     _operations: torch_operators.Operations
     _planner: Planner
-    # ``run`` of them, found with one look-up each.
+    # Bound ``run`` methods of the operations: one attribute look-up for a call.
     _linear: Callable[..., Any]
     _linear_of_any_batch: Callable[..., Any]
     _linear_silu_and_mul: Callable[..., Any]
@@ -49,42 +49,48 @@ class LinearLayers:
         weight_scale: torch.Tensor | None = None,
         out_dtype: torch.dtype | None = None,
     ) -> torch.Tensor:
-        """``x @ weight.T + bias`` for a few tokens, on this rank alone: a stream of the weight that begins early.
+        """Compute ``x @ weight.T + bias`` for up to 64 tokens on this rank alone.
 
-        Partial sums are made in fp32, in an order that the number of inputs alone decides. The bias is added in fp32
-        too, and the result is rounded once. So a row's bits do not depend on the rows beside it, nor on how many there
-        are.
+        Partial sums are fp32. Only the number of inputs decides the order of additions. The bias is added in fp32, and
+        the result is rounded once. So the bits of a row depend neither on the other rows nor on their number.
 
-        **The weight is read before what is ahead in the stream has ended** (programmatic dependent launch). What writes
-        it must have ended before the call: after loading or updating weights synchronize the device. ``x`` needs no
-        care.
+        **The weight is read before earlier kernels of the stream have ended** (programmatic dependent launch). The
+        kernel that writes it must have ended before the call. Synchronize the device after loading or updating weights.
+        The same holds for ``weight_scale`` and ``bias``. ``x`` and ``x_scale`` need no such care.
 
-        FP8 (float8_e4m3fn) goes with scales: ``x_scale * (weight_scale * sum) + bias`` in fp32 is rounded to
-        ``out_dtype``. On GPUs the sum has fewer bits than fp32 then (docs/reference/linear.md).
-        ``weight_scale`` and ``bias`` are read as early as the weight.
+        FP8 operands (float8_e4m3fn) need scales. The result is ``x_scale * (weight_scale * sum) + bias`` in fp32,
+        rounded to ``out_dtype``. Tensor cores keep fewer bits of an FP8 sum than fp32 has (docs/reference/linear.md).
+
+        Block scales (DeepSeek-V3, Qwen3-FP8) belong to blocks of 128 inputs: of one token, and of 128 outputs. Tensor
+        cores sum the products of one block. ``(x_scale * weight_scale) * products`` is then added to an fp32 sum of
+        the even blocks, or to one of the odd blocks. The result is the sum of both, plus the bias.
 
         Args:
             x: [..., inputs], contiguous, bfloat16, float16 or float8_e4m3fn, 1 to 64 rows, on this communicator's
-                device. Where it does not begin at a multiple of 16 bytes it is copied.
-            weight: [outputs, inputs], contiguous, of the dtype of ``x``; it begins at a multiple of 16 bytes, as new
-                tensors do. Inputs and outputs are multiples of 64 up to 2**24, inputs of float8_e4m3fn of 128.
-            out: Where the result goes: contiguous, of as many elements as that, and its dtype. It must share no memory
-                with ``x``, ``weight``, their scales or ``bias``. None: a new tensor.
-            bias: [outputs], contiguous, of the dtype of the result. None: nothing is added.
-            x_scale: float32, of float8_e4m3fn alone: one scale, or one for each row of ``x``; contiguous.
-            weight_scale: The same of ``weight``: one scale, or one for each output.
-            out_dtype: Of the result of float8_e4m3fn: bfloat16 or float16. None: that of ``out``, else bfloat16.
+                device. It is copied if it does not begin at a multiple of 16 bytes.
+            weight: [outputs, inputs], contiguous, of the dtype of ``x``, at a multiple of 16 bytes, as new tensors are.
+                Inputs and outputs are multiples of 64 up to 2**24; inputs of float8_e4m3fn are multiples of 128.
+            out: Takes the result: contiguous, with its number of elements and its dtype. It must share no memory with
+                the operands. None: a new tensor.
+            bias: [outputs], contiguous, of the dtype of the result. None: no bias.
+            x_scale: For float8_e4m3fn only: float32, one scale, or one for each row of ``x``; contiguous. Block
+                scales: [..., inputs / 128], contiguous, or two dimensions with any positive strides, as group
+                quantizations return them.
+            weight_scale: For float8_e4m3fn only: float32, one scale, or one for each output; contiguous. Block scales,
+                required if ``x_scale`` has them: [outputs / 128, rounded up, inputs / 128], contiguous.
+            out_dtype: For float8_e4m3fn only: dtype of the result, bfloat16 or float16. None: the dtype of ``out``,
+                else bfloat16.
 
         Returns:
-            ``out``, or a new tensor [..., outputs], of the dtype of ``x``, or ``out_dtype``.
+            ``out``, or a new tensor [..., outputs]. Its dtype is ``out_dtype`` for float8_e4m3fn, else that of ``x``.
 
         Raises:
-            UnsupportedInputError: ``accepts_linear`` of these is false, ``weight`` is not aligned, or ``out`` does not
-                fit.
-            CommunicatorError: An earlier call has failed, as of ``all_reduce``.
-            RuntimeError: The layer could not be launched. No rank waits for it, and the communicator goes on.
+            UnsupportedInputError: ``accepts_linear`` of the operands is False, ``weight`` is not aligned, or ``out``
+                does not fit.
+            CommunicatorError: An earlier call has failed, as in ``all_reduce``.
+            RuntimeError: The layer could not be launched. No rank waits for it, and the communicator stays usable.
         """
-        # Host time of a call is a bar: this path makes no Python call that it can do without.
+        # Host time of a call matters: this path avoids Python calls.
         if (
             _is_compiling()
             or type(x) is not _Tensor
@@ -108,21 +114,21 @@ class LinearLayers:
         *,
         bias: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """``linear`` of any number of tokens, a few or a whole prefill, bitwise the same.
+        """Compute ``linear`` for 1 to 2**20 tokens, such as a whole prefill. Each row has the bits of ``linear``.
 
-        For engines in which a token's result must not depend on its batch. More than 64 tokens are cut into tiles of
-        128 or 256. One launch multiplies them all, in the order of additions that few tokens have. Where bits may
-        depend on the batch, cuBLAS is faster for many tokens.
+        For batch-invariant modes of engines. One launch computes all tokens. More than 64 are cut into tiles of 128 or
+        256, which have the same order of additions. cuBLAS is faster for many tokens; use it where bits may depend on
+        the batch.
 
         Args:
-            x: [..., inputs], contiguous, bfloat16 or float16, 1 to 2**20 rows; else as of ``linear``.
-            weight, out, bias: As of ``linear``, and so is its caveat about the weight.
+            x: [..., inputs], contiguous, bfloat16 or float16, 1 to 2**20 rows; otherwise as in ``linear``.
+            weight, out, bias: As in ``linear``, including when the weight and bias may be written.
 
         Returns:
-            ``out``, or a new tensor [..., outputs].
+            ``out``, or a new tensor [..., outputs] of the dtype of ``x``.
 
         Raises:
-            UnsupportedInputError, CommunicatorError, RuntimeError: As of ``linear``.
+            UnsupportedInputError, CommunicatorError, RuntimeError: As in ``linear``.
         """
         if (
             _is_compiling()
@@ -147,28 +153,30 @@ class LinearLayers:
         weight_scale: torch.Tensor | None = None,
         out_dtype: torch.dtype | None = None,
     ) -> torch.Tensor:
-        """``silu(x @ gate.T) * (x @ up.T)`` for a few tokens, on this rank alone: the projection of a gated MLP.
+        """Compute ``silu(x @ gate.T) * (x @ up.T)`` for up to 64 tokens on this rank alone: a gated MLP's projection.
 
-        One layer and no tensor between: bitwise silu-and-mul of the two halves of ``linear(x, gate_up_weight, bias)``,
-        which are those of the dtype, with silu(g) = g / (1 + exp(-g)) and the product in fp32, rounded once. What
-        ``linear`` promises of its bits, and its caveat about the weight, hold.
+        One kernel, without a tensor for gate and up. Both are rounded to the dtype of the result, as in ``linear(x,
+        gate_up_weight, bias=bias)``. The activation silu(g) = g / (1 + exp(-g)) and the product are fp32 and rounded
+        once. The bits of a row do not depend on other rows. The weight, its scale and the bias must be written before
+        the call, as for ``linear``.
 
         Args:
-            x: As of ``linear``.
-            gate_up_weight: [2 * outputs, inputs], the rows of gate and then those of up, as engines merge them;
-                contiguous, of the dtype of ``x``, at a multiple of 16 bytes. Inputs and outputs are multiples as of
-                ``linear``.
-            out, x_scale, out_dtype: As of ``linear``.
-            bias: [2 * outputs], for gate and then for up.
-            weight_scale: One scale, or one for each of the 2 * outputs rows.
+            x: As in ``linear``.
+            gate_up_weight: [2 * outputs, inputs], the rows of gate, then the rows of up, as engines merge them.
+                Contiguous, of the dtype of ``x``, at a multiple of 16 bytes. Inputs and outputs as in ``linear``.
+            out: As in ``linear``, for [..., outputs].
+            x_scale, out_dtype: As in ``linear``.
+            bias: [2 * outputs], for gate, then for up. None: no bias.
+            weight_scale: One scale, or one for each of the 2 * outputs rows. Block scales:
+                [2 * outputs / 128, rounded up, inputs / 128].
 
         Returns:
-            ``out``, or a new tensor [..., outputs], of the dtype of ``x``, or ``out_dtype``.
+            ``out``, or a new tensor [..., outputs]. Its dtype is ``out_dtype`` for float8_e4m3fn, else that of ``x``.
 
         Raises:
-            UnsupportedInputError: ``accepts_linear_silu_and_mul`` of these is false, ``gate_up_weight`` is not aligned,
-                or ``out`` does not fit.
-            CommunicatorError, RuntimeError: As of ``linear``.
+            UnsupportedInputError: ``accepts_linear_silu_and_mul`` of the operands is False, ``gate_up_weight`` is not
+                aligned, or ``out`` does not fit.
+            CommunicatorError, RuntimeError: As in ``linear``.
         """
         operands = x, gate_up_weight, out, bias, x_scale, weight_scale, out_dtype
         return self._gated(LINEAR_SILU_AND_MUL, self._linear_silu_and_mul, *operands)
@@ -184,10 +192,10 @@ class LinearLayers:
         weight_scale: torch.Tensor | None = None,
         out_dtype: torch.dtype | None = None,
     ) -> torch.Tensor:
-        """``gelu(x @ gate.T) * (x @ up.T)`` with the tanh approximation of gelu, as Gemma's MLP has it.
+        """Compute ``gelu(x @ gate.T) * (x @ up.T)`` with the tanh approximation of gelu, as in Gemma's MLP.
 
-        Arguments, result and errors are those of ``linear_silu_and_mul``. The activation is g / (1 + exp(-2u)) with
-        u = sqrt(2 / pi) * (g + 0.044715 * g**3), which is gelu(g, approximate="tanh"), in fp32.
+        Arguments, result and errors are those of ``linear_silu_and_mul``. The activation in fp32 is
+        gelu(g, approximate="tanh"): g / (1 + exp(-2u)) with u = sqrt(2 / pi) * (g + 0.044715 * g**3).
         ``prefers_linear_silu_and_mul`` answers for this method too: both run the same kernel.
         """
         operands = x, gate_up_weight, out, bias, x_scale, weight_scale, out_dtype
@@ -205,7 +213,7 @@ class LinearLayers:
         weight_scale: torch.Tensor | None,
         out_dtype: torch.dtype | None,
     ) -> torch.Tensor:
-        """Call the method named ``operation``: by ``run``, or by its torch operator where tensors are not plain."""
+        """Call ``run``, or the torch operator of ``operation`` if tracing or a tensor subclass requires it."""
         if (
             _is_compiling()
             or type(x) is not _Tensor
@@ -231,25 +239,25 @@ class LinearLayers:
         weight_scale: torch.Tensor | None = None,
         out_dtype: torch.dtype | None = None,
     ) -> torch.Tensor:
-        """Sums ``x @ linear_weight.T + bias`` over all ranks: bitwise ``all_reduce(linear(x, linear_weight))``.
+        """Sum ``x @ linear_weight.T + bias`` over all ranks, bitwise ``all_reduce(linear(x, linear_weight))``.
 
-        With one rank it is ``linear``. The caveat of ``linear`` about the weight holds. What does not fit is an error
-        before anything is enqueued.
+        With one rank it is ``linear``. The weight, its scale and the bias must be written before the call, as for
+        ``linear``. Operands that do not fit raise an error before anything is enqueued.
 
         Args:
-            x, linear_weight, x_scale, weight_scale, out_dtype: As of ``linear``; of the same shapes and dtypes on all
+            x, linear_weight, x_scale, weight_scale, out_dtype: As in ``linear``; shapes and dtypes must be equal on all
                 ranks.
-            bias: As of ``linear``; this rank's addend. A bias of the whole sum goes to one rank, and the others give
-                None.
-            out: As of ``linear``, wherever it begins.
+            bias: As in ``linear``; part of this rank's addend. Pass a bias of the sum on one rank, and None on the
+                others.
+            out: As in ``linear``, at any address.
 
         Returns:
-            ``out``, or a new tensor [..., outputs], of the dtype of ``x``, or ``out_dtype``.
+            ``out``, or a new tensor [..., outputs]. Its dtype is ``out_dtype`` for float8_e4m3fn, else that of ``x``.
 
         Raises:
-            UnsupportedInputError: ``accepts_linear_all_reduce`` of these is false, ``linear_weight`` is not aligned, or
-                ``out`` does not fit.
-            CommunicatorError: This or an earlier call has failed, as of ``all_reduce``.
+            UnsupportedInputError: ``accepts_linear_all_reduce`` of the operands is False, ``linear_weight`` is not
+                aligned, or ``out`` does not fit.
+            CommunicatorError: This or an earlier call has failed, as in ``all_reduce``.
         """
         if (
             _is_compiling()
@@ -285,31 +293,32 @@ class LinearLayers:
         x_scale: torch.Tensor | None = None,
         weight_scale: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, ...]:
-        """The end of a transformer's layer: a linear layer, its sum over all ranks, residual add and RMSNorm.
+        """Compute a linear layer, its sum over all ranks, residual add and RMSNorm.
 
-        Bitwise ``all_reduce_add_rms_norm(linear(x, linear_weight), residual, norm_weight, eps, ...)``. The caveat of
-        ``linear`` about its weight holds. What does not fit is an error before anything is enqueued.
+        Bitwise ``all_reduce_add_rms_norm(linear(x, linear_weight), residual, norm_weight, eps, ...)``. The layer's
+        weight, its scale and the bias must be written before the call, as for ``linear``. Operands that do not fit
+        raise an error before anything is enqueued.
 
         Args:
-            x, linear_weight: As of ``linear``; of the same shapes and dtype on all ranks. The outputs are at most
-                16384.
-            residual: [..., outputs], of the dtype of the layer's result, the same on all ranks; None adds nothing.
-            norm_weight: [outputs], of the dtype of the layer's result: where ``x`` is float8_e4m3fn, it says which.
-            eps, weight_bias, quantize, scale: As of ``all_reduce_add_rms_norm``.
-            bias, x_scale, weight_scale: Of the layer, as of ``linear_all_reduce``.
-            out: [..., outputs], of the dtype of ``norm_weight`` or float8_e4m3fn: where the normed rows go.
-            residual_out: [..., outputs], of the dtype of ``norm_weight``: where the new residual goes; it may be
-                ``residual``.
-                What is written shares no memory with ``x``, ``linear_weight``, their scales or ``bias``, otherwise as
-                of ``all_reduce_add_rms_norm``.
+            x, linear_weight: As in ``linear``; shapes and dtype must be equal on all ranks. At most 16384 outputs.
+            residual: [..., outputs], of the dtype of ``norm_weight``, the same on all ranks; None adds nothing.
+            norm_weight: [outputs], of the dtype of the layer's result. For float8_e4m3fn operands this dtype, bfloat16
+                or float16, decides that of the result.
+            eps, weight_bias, quantize, scale: As in ``all_reduce_add_rms_norm``.
+            bias, x_scale, weight_scale: Of the layer, as in ``linear_all_reduce``.
+            out: Takes the normed rows: [..., outputs], of the dtype of ``norm_weight``, or float8_e4m3fn with
+                ``quantize``. It must share no memory with ``x``, ``linear_weight``, their scales or ``bias``.
+            residual_out: Takes the new residual: [..., outputs], of the dtype of ``norm_weight``; may be ``residual``.
+                It must share no memory with ``x``, ``linear_weight``, their scales or ``bias``.
 
         Returns:
-            ``(normed, new_residual)``; with ``"dynamic"`` and ``"group..."`` ``(normed, new_residual, scale)``.
+            ``(normed, new_residual)``; with ``quantize`` of ``"dynamic"`` or ``"group..."`` ``(normed, new_residual,
+            scale)``.
 
         Raises:
-            UnsupportedInputError: ``accepts_linear_all_reduce_add_rms_norm`` of these is false, ``linear_weight`` is
-                not aligned, or another tensor does not fit.
-            CommunicatorError: This or an earlier call has failed, as of ``all_reduce``.
+            UnsupportedInputError: ``accepts_linear_all_reduce_add_rms_norm`` of the operands is False,
+                ``linear_weight`` is not aligned, or another tensor does not fit.
+            CommunicatorError: This or an earlier call has failed, as in ``all_reduce``.
         """
         if (
             _is_compiling()
@@ -347,16 +356,16 @@ class LinearLayers:
         weight_scale: torch.Tensor | None = None,
         out_dtype: torch.dtype | None = None,
     ) -> torch.Tensor | None:
-        """``linear`` where ``prefers_linear`` and where it serves all of these, else None: in one look at them.
+        """Compute ``linear`` if ``prefers_linear`` and ``accepts_linear`` hold and ``weight`` is aligned.
 
         Args:
-            x, weight, bias, x_scale, weight_scale, out_dtype: As of ``linear``.
+            x, weight, bias, x_scale, weight_scale, out_dtype: As in ``linear``.
 
         Returns:
-            A new tensor, or None.
+            A new tensor, as ``linear`` returns it. None: nothing was enqueued; the engine computes the layer.
 
         Raises:
-            CommunicatorError, RuntimeError: As of ``linear``, of layers that are served.
+            CommunicatorError, RuntimeError: As in ``linear``.
         """
         options = {"bias": bias, "x_scale": x_scale, "weight_scale": weight_scale, "out_dtype": out_dtype}
         return self._try_layer(LINEAR, self.accepts_linear, self.linear, x, weight, options)
@@ -371,7 +380,10 @@ class LinearLayers:
         weight_scale: torch.Tensor | None = None,
         out_dtype: torch.dtype | None = None,
     ) -> torch.Tensor | None:
-        """``linear_silu_and_mul`` of a preferred layer, as ``try_linear``."""
+        """Compute ``linear_silu_and_mul`` if the layer is preferred and supported, else return None.
+
+        Arguments are those of ``linear_silu_and_mul``, result and errors as in ``try_linear``.
+        """
         options = {"bias": bias, "x_scale": x_scale, "weight_scale": weight_scale, "out_dtype": out_dtype}
         calls = self.accepts_linear_silu_and_mul, self.linear_silu_and_mul
         return self._try_layer(LINEAR_SILU_AND_MUL, *calls, x, gate_up_weight, options)
@@ -386,7 +398,10 @@ class LinearLayers:
         weight_scale: torch.Tensor | None = None,
         out_dtype: torch.dtype | None = None,
     ) -> torch.Tensor | None:
-        """``linear_gelu_tanh_and_mul`` of a preferred layer, as ``try_linear``."""
+        """Compute ``linear_gelu_tanh_and_mul`` if the layer is preferred and supported, else return None.
+
+        Arguments are those of ``linear_gelu_tanh_and_mul``, result and errors as in ``try_linear``.
+        """
         options = {"bias": bias, "x_scale": x_scale, "weight_scale": weight_scale, "out_dtype": out_dtype}
         calls = self.accepts_linear_gelu_tanh_and_mul, self.linear_gelu_tanh_and_mul
         return self._try_layer(LINEAR_SILU_AND_MUL, *calls, x, gate_up_weight, options)
@@ -400,7 +415,7 @@ class LinearLayers:
         weight: torch.Tensor,
         options: dict[str, Any],
     ) -> torch.Tensor | None:
-        if not self._prefers_operands(preferred_as, x, weight, options["x_scale"] is not None):
+        if not self._prefers_operands(preferred_as, x, weight, options["x_scale"], options["weight_scale"]):
             return None
         return attempt(partial(accepts, x, weight, **options), partial(call, x, weight, **options))
 
@@ -419,11 +434,19 @@ class LinearLayers:
         x_scale: torch.Tensor | None = None,
         weight_scale: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, ...] | None:
-        """The same of ``linear_all_reduce_add_rms_norm``. None may be of this rank alone, where its weight is not
-        aligned: nothing has been summed then, and the ranks that were served wait for the same sum from
-        ``all_reduce_add_rms_norm`` of what this rank computes itself.
+        """Compute ``linear_all_reduce_add_rms_norm`` if the layer is preferred and supported, else return None.
+
+        None may be the answer of this rank alone, if its weight is not aligned. The other ranks then wait for this
+        rank's addend. The caller must compute the layer itself and pass it to ``all_reduce_add_rms_norm``.
+
+        Args:
+            x, linear_weight, residual, norm_weight, eps, weight_bias, quantize, scale, bias, x_scale, weight_scale: As
+                in ``linear_all_reduce_add_rms_norm``.
+
+        Raises:
+            CommunicatorError: As in ``linear_all_reduce_add_rms_norm``.
         """
-        if not self._prefers_operands(LINEAR, x, linear_weight, x_scale is not None):
+        if not self._prefers_operands(LINEAR, x, linear_weight, x_scale, weight_scale):
             return None
         options: dict[str, Any] = {"bias": bias, "x_scale": x_scale, "weight_scale": weight_scale}
         return attempt(
@@ -438,13 +461,22 @@ class LinearLayers:
             ),
         )
 
-    def _prefers_operands(self, operation: str, x: torch.Tensor, weight: torch.Tensor, fp8: bool) -> bool:
+    def _prefers_operands(
+        self,
+        operation: str,
+        x: torch.Tensor,
+        weight: torch.Tensor,
+        x_scale: torch.Tensor | None,
+        weight_scale: torch.Tensor | None,
+    ) -> bool:
         """Return whether the layer of these operands is preferred."""
         if weight.dim() != 2 or weight.is_nested or x.is_nested:  # which have no shape
             return False
         rows, inputs = weight.shape
         outputs = rows // 2 if operation == LINEAR_SILU_AND_MUL else rows
-        return self._prefers(operation, outputs, inputs, x.shape[:-1].numel(), fp8)
+        fp8 = x_scale is not None
+        blocks = fp8 and weight_scale is not None and Scaling(x_scale, weight_scale, None).of_blocks(x, rows)
+        return self._prefers(operation, outputs, inputs, x.shape[:-1].numel(), fp8, blocks)
 
     # ---- What would be served -----------------------------------------------------------------------------------
 
@@ -458,14 +490,17 @@ class LinearLayers:
         weight_scale: torch.Tensor | None = None,
         out_dtype: torch.dtype | None = None,
     ) -> bool:
-        """Whether ``linear`` of these is served, wherever the tensors begin. Depends on the same as ``accepts``, of all
-        of them, so all ranks that run the same program with the same kinds of tensors get the same answer."""
+        """Return whether ``linear`` supports these operands, at any address.
+
+        Depends only on properties named in ``accepts``, of all operands. So ranks that run the same program with the
+        same shapes and dtypes get the same answer.
+        """
         return self._operations.linear.accepts(x, weight, Scaling.of(x_scale, weight_scale, out_dtype), bias)
 
     def accepts_linear_of_any_batch(
         self, x: torch.Tensor, weight: torch.Tensor, *, bias: torch.Tensor | None = None
     ) -> bool:
-        """The same for ``linear_of_any_batch``."""
+        """Return whether ``linear_of_any_batch`` supports these operands, on the terms of ``accepts_linear``."""
         return self._operations.linear_of_any_batch.accepts(x, weight, None, bias)
 
     def accepts_linear_silu_and_mul(
@@ -478,7 +513,7 @@ class LinearLayers:
         weight_scale: torch.Tensor | None = None,
         out_dtype: torch.dtype | None = None,
     ) -> bool:
-        """The same for ``linear_silu_and_mul``."""
+        """Return whether ``linear_silu_and_mul`` supports these operands, on the terms of ``accepts_linear``."""
         scaling = Scaling.of(x_scale, weight_scale, out_dtype)
         return self._operations.linear_silu_and_mul.accepts(x, gate_up_weight, scaling, bias)
 
@@ -492,7 +527,7 @@ class LinearLayers:
         weight_scale: torch.Tensor | None = None,
         out_dtype: torch.dtype | None = None,
     ) -> bool:
-        """The same for ``linear_gelu_tanh_and_mul``."""
+        """Return whether ``linear_gelu_tanh_and_mul`` supports these operands, on the terms of ``accepts_linear``."""
         scaling = Scaling.of(x_scale, weight_scale, out_dtype)
         return self._operations.linear_gelu_tanh_and_mul.accepts(x, gate_up_weight, scaling, bias)
 
@@ -506,8 +541,11 @@ class LinearLayers:
         weight_scale: torch.Tensor | None = None,
         out_dtype: torch.dtype | None = None,
     ) -> bool:
-        """The same for ``linear_all_reduce``. A bias that one rank alone has counts there alone: where it does not fit,
-        the answers differ."""
+        """Return whether ``linear_all_reduce`` supports these operands, on the terms of ``accepts_linear``.
+
+        A bias that only one rank passes is checked on that rank only. If it does not fit, the answers of the ranks
+        differ.
+        """
         scaling = Scaling.of(x_scale, weight_scale, out_dtype)
         return self._operations.linear_all_reduce.accepts(x, linear_weight, scaling, bias)
 
@@ -522,43 +560,57 @@ class LinearLayers:
         x_scale: torch.Tensor | None = None,
         weight_scale: torch.Tensor | None = None,
     ) -> bool:
-        """The same for ``linear_all_reduce_add_rms_norm``. False where there is one rank, as
-        ``accepts_all_reduce_add_rms_norm`` is."""
+        """Return whether ``linear_all_reduce_add_rms_norm`` supports these operands.
+
+        On the terms of ``accepts_linear``. False with one rank, as ``accepts_all_reduce_add_rms_norm``.
+        """
         accepts = self._operations.linear_all_reduce_add_rms_norm.accepts
         return accepts(x, linear_weight, norm_weight, quantize, bias, x_scale, weight_scale)
 
-    #: The name of before, for a release.
+    #: Deprecated alias, kept for one release.
     accepts_fused_linear = accepts_linear_all_reduce_add_rms_norm
 
-    def prefers_linear(self, outputs: int, inputs: int, tokens: int, *, fp8: bool = False) -> bool:
-        """Whether an engine is to compute a layer of this shape by ``linear`` and its kin, in place of its own kernel.
+    def prefers_linear(
+        self, outputs: int, inputs: int, tokens: int, *, fp8: bool = False, block_scales: bool = False
+    ) -> bool:
+        """Return whether an engine should use llm_comm for a layer of this shape, in place of its own kernel.
 
-        As ``Config.fuse_linear`` says: ``"auto"`` where the tuning table has measured that it is faster, with ``pdl``
-        as it is now, or of a layer that it has not where its size says so (docs/reference/linear.md); True for every
-        shape that is served; False for none. The same on all ranks.
+        Applies to ``linear``, ``linear_all_reduce`` and ``linear_all_reduce_add_rms_norm``. The answer follows
+        ``Config.fuse_linear`` and is the same on all ranks:
+
+        - ``"auto"``: the tuning table has a faster row for this shape and ``Config.pdl``. A shape without rows is
+          preferred by its size (docs/reference/linear.md).
+        - True: every supported shape.
+        - False: none.
 
         Args:
-            outputs, inputs: Of the weight of this rank.
+            outputs, inputs: Shape of this rank's weight.
             tokens: Rows of ``x``.
-            fp8: Whether ``x`` and the weight are float8_e4m3fn. Tables have rows of their own for that.
+            fp8: ``x`` and the weight are float8_e4m3fn. Tables have separate rows for it.
+            block_scales: The scales of FP8 operands are block scales. Tables have separate rows for them.
         """
-        return self._prefers(LINEAR, outputs, inputs, tokens, fp8)
+        return self._prefers(LINEAR, outputs, inputs, tokens, fp8, block_scales)
 
-    def prefers_linear_silu_and_mul(self, outputs: int, inputs: int, tokens: int, *, fp8: bool = False) -> bool:
-        """The same of ``linear_silu_and_mul``, in place of a gate-and-up projection and the activation behind it.
+    def prefers_linear_silu_and_mul(
+        self, outputs: int, inputs: int, tokens: int, *, fp8: bool = False, block_scales: bool = False
+    ) -> bool:
+        """Return whether an engine should use ``linear_silu_and_mul`` in place of its own projection and activation.
+
+        The answer also holds for ``linear_gelu_tanh_and_mul``, and follows ``Config.fuse_linear`` as in
+        ``prefers_linear``.
 
         Args:
-            outputs: Of gate, and as many of up: half of the rows of the weight.
-            inputs, tokens, fp8: As of ``prefers_linear``.
+            outputs: Outputs of gate, half of the rows of the weight.
+            inputs, tokens, fp8, block_scales: As in ``prefers_linear``.
         """
-        return self._prefers(LINEAR_SILU_AND_MUL, outputs, inputs, tokens, fp8)
+        return self._prefers(LINEAR_SILU_AND_MUL, outputs, inputs, tokens, fp8, block_scales)
 
-    def _prefers(self, operation: str, outputs: int, inputs: int, tokens: int, fp8: bool) -> bool:
+    def _prefers(self, operation: str, outputs: int, inputs: int, tokens: int, fp8: bool, block_scales: bool) -> bool:
         if fp8 and not self._operations.linear.has_fp8:
             return False
-        return self._planner.prefers_layer(of_factors(operation, fp8), outputs, inputs, tokens)
+        return self._planner.prefers_layer(of_factors(operation, fp8, block_scales), outputs, inputs, tokens)
 
     @property
     def max_preferred_tokens(self) -> int:
-        """The most tokens for which either is true of any layer; 0: of none."""
+        """Largest number of tokens for which any layer may be preferred; 0 if no layer is."""
         return self._planner.most_preferred_tokens()

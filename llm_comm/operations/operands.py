@@ -178,14 +178,18 @@ def check_unwatched(operation: str) -> None:
         raise UnsupportedInputError(f"{operation}: {_LOST}")
 
 
-def why_not_operand(tensor: torch.Tensor, device: torch.device) -> str:
-    """Return why a tensor cannot be read on the communicator's device, whatever its shape and dtype, or ""."""
+def why_not_operand(tensor: torch.Tensor, device: torch.device, strided: bool = False) -> str:
+    """Return why a tensor cannot be read on the communicator's device, whatever its shape and dtype, or "".
+
+    Args:
+        strided: Whether the tensor may have any strides.
+    """
     if tensor.device != device:
         return f"the tensor is on {tensor.device}, the communicator on {device}"
     why = arrays.why_not_plain(tensor)
     if why:
         return why
-    if not tensor.is_contiguous():
+    if not strided and not tensor.is_contiguous():
         return f"the tensor is not contiguous: shape {tuple(tensor.shape)}, strides {tensor.stride()}"
     return why_not_constant(tensor)
 

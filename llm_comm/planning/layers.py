@@ -1,5 +1,5 @@
-"""The part of a tuning table that is about linear layers: by shape and number of tokens, whether llm_comm's kernel is
-the faster one, and with which tunables."""
+"""Linear layers in a tuning table: whether llm_comm's kernel is the faster one for a shape and number of tokens, and
+its tiling."""
 
 from __future__ import annotations
 
@@ -9,24 +9,27 @@ from typing import Any, NamedTuple
 from llm_comm import _core
 from llm_comm.config import Config
 
-#: By the name of the communicator's method.
+#: Operations in tables. Layers without FP8 have the name of the communicator's method.
 LINEAR = "linear"
 LINEAR_SILU_AND_MUL = "linear_silu_and_mul"
 LINEAR_GELU_TANH_AND_MUL = "linear_gelu_tanh_and_mul"
-#: Methods whose kernel is that of another method, and so are its rows.
+#: Methods that use the rows of another method, because both run the same kernel.
 _MEASURED_AS = {LINEAR_GELU_TANH_AND_MUL: LINEAR_SILU_AND_MUL}
-#: The same of FP8 operands, which are measured by themselves.
+#: Operation of each method for FP8 operands with scales of tensors or rows, and with block scales. Both are measured
+#: separately.
 _OF_FP8 = {LINEAR: "linear_fp8", LINEAR_SILU_AND_MUL: "linear_silu_and_mul_fp8"}
-#: Tokens, bytes of a weight and bytes of its rows, up to which a layer that no table has is faster than cuBLAS, with
-#: dependent launches: by 4 % at least, on H100 and H200 (docs/experiments/linear.md, "Beside cuBLAS").
+_OF_BLOCKS = {LINEAR: "linear_fp8_blocks", LINEAR_SILU_AND_MUL: "linear_silu_and_mul_fp8_blocks"}
+#: Bounds within which a layer without rows is preferred: tokens, bytes of the weight, bytes of a weight row. Measured
+#: layers within them were at least 4 % faster than cuBLAS with dependent launches on H100 and H200
+#: (docs/experiments/linear.md, "Beside cuBLAS").
 _FASTER_UNMEASURED = ((64, 32_000_000, 10_752), (32, 128_000_000, 32_768))
 _MEASURED_CAPABILITY, _MEASURED_SM_COUNT = 90, 132
-#: Whether a device has room for all of them together, the core says when a layer is prepared.
+#: Fields of the tiling. The core checks that they fit the device together when a layer is prepared.
 _TUNABLES = ("block_outputs", "stages", "stage_boxes")
 
 
 class LayerKey(NamedTuple):
-    """What the rows of a layer have in common."""
+    """Fields that the rows of one layer share."""
 
     operation: str
     outputs: int
@@ -35,76 +38,89 @@ class LayerKey(NamedTuple):
 
 
 class LayerRow(NamedTuple):
-    """How a layer of so many outputs and inputs runs on up to ``up_to`` tokens."""
+    """Row of a tuning table: one layer for up to ``up_to`` tokens, from the next smaller row on."""
 
     operation: str
     outputs: int
     inputs: int
-    #: Whether it was measured with dependent launches, and so counts where ``Config.pdl`` is on.
+    #: Measured with dependent launches. The row counts only if ``Config.pdl`` is equal.
     pdl: bool
     up_to: int
-    #: Than cuBLAS, where both were measured.
+    #: llm_comm was measured to be faster than the kernels it was compared with: cuBLAS, for FP8 also those of vLLM.
     is_faster: bool
-    #: Outputs of a block, stages of its ring, and boxes of a stage. 0: as the kernel finds best.
+    #: Tiling: weight rows of a thread block, stages of its ring, TMA tiles of a stage. 0: the kernel chooses.
     block_outputs: int = 0
     stages: int = 0
     stage_boxes: int = 0
-    #: Of ``up_to`` tokens: microseconds a layer, and those of cuBLAS, with silu-and-mul behind it where the operation
-    #: has that. They are for people who read a table; nothing is chosen by them.
+    #: Microseconds of the layer with ``up_to`` tokens: by llm_comm, and by cuBLAS, followed by silu-and-mul if the
+    #: operation includes it. For readers of the table; no decision depends on them.
     us: float | None = None
     cublas_us: float | None = None
 
     def without_figures(self) -> LayerRow:
-        """What is chosen by."""
+        """Return the row without its times: all that decisions depend on."""
         return self._replace(us=None, cublas_us=None)
 
     def layer(self) -> LayerKey:
-        """What rows that belong together have in common."""
+        """Return the fields that all rows of the layer share."""
         return LayerKey(*self[:4])
 
     def tunables(self) -> dict[str, int]:
-        """By name."""
+        """Return the tiling by field name."""
         return {name: getattr(self, name) for name in _TUNABLES}
 
     def choice(self) -> _core.LinearChoice:
-        """As the core takes it."""
+        """Return the tiling as the core takes it."""
         return _core.LinearChoice(**self.tunables())
 
     def entry(self) -> dict[str, Any]:
-        """What a file says of it."""
+        """Return the row as a mapping for the table file, without absent times."""
         return {name: value for name, value in self._asdict().items() if value is not None}
 
 
 def takes_features(features: int, multiple: int = _core.linear_multiple) -> bool:
-    """Whether there are kernels for so many outputs or, with the multiple of their type, inputs."""
+    """Return whether the kernels support this number of outputs, or of inputs with ``inputs_multiple``."""
     return 0 < features <= _core.linear_max_features and features % multiple == 0
 
 
 def inputs_multiple(fp8: bool) -> int:
-    """What inputs of a layer are a multiple of."""
+    """Return the multiple that the number of inputs must be."""
     return _core.linear_fp8_multiple if fp8 else _core.linear_multiple
 
 
-def of_factors(operation: str, fp8: bool) -> str:
-    """Name in tables of a method's layers, of FP8 operands or of others."""
+def of_factors(operation: str, fp8: bool, block_scales: bool = False) -> str:
+    """Return the operation in tables for a method and its operands.
+
+    Args:
+        operation: Name of the communicator's method.
+        fp8: Operands are FP8.
+        block_scales: The scales of FP8 operands are block scales.
+    """
     operation = _MEASURED_AS.get(operation, operation)
+    if fp8 and block_scales:
+        return _OF_BLOCKS[operation]
     return _OF_FP8[operation] if fp8 else operation
 
 
 def weights_of(operation: str) -> int:
-    """Rows of the weight for an output: 2 where those of gate and up are one layer."""
-    return 2 if operation in (LINEAR_SILU_AND_MUL, _OF_FP8[LINEAR_SILU_AND_MUL]) else 1
+    """Return the rows of the weight for an output: 2 for gate and up, else 1."""
+    return 2 if operation in (LINEAR_SILU_AND_MUL, *(of[LINEAR_SILU_AND_MUL] for of in (_OF_FP8, _OF_BLOCKS))) else 1
 
 
 def is_fp8(operation: str) -> bool:
-    """Whether operands of a table's operation are FP8."""
-    return operation in _OF_FP8.values()
+    """Return whether the operands of a table's operation are FP8, with scales of any granularity."""
+    return operation in _OF_FP8.values() or has_block_scales(operation)
+
+
+def has_block_scales(operation: str) -> bool:
+    """Return whether the operands of a table's operation are FP8 with block scales."""
+    return operation in _OF_BLOCKS.values()
 
 
 def choice_of_layer(
     rows: Iterable[LayerRow], operation: str, outputs: int, inputs: int, tokens: int, pdl: bool
 ) -> _core.LinearChoice:
-    """With which tunables a layer runs: as its row says, else as the kernel finds best."""
+    """Return the tiling of a layer: that of its row, or zeros, with which the kernel chooses."""
     row = layer_row(rows, operation, outputs, inputs, tokens, pdl)
     return _core.LinearChoice() if row is None else row.choice()
 
@@ -112,7 +128,7 @@ def choice_of_layer(
 def layer_row(
     rows: Iterable[LayerRow], operation: str, outputs: int, inputs: int, tokens: int, pdl: bool
 ) -> LayerRow | None:
-    """The row that serves a layer; None where it was not measured, or not with so many tokens."""
+    """Return the first row of a layer with ``up_to >= tokens``. None: the table has no such row."""
     layer = (operation, outputs, inputs, pdl)
     return next((row for row in rows if row.layer() == layer and tokens <= row.up_to), None)
 
@@ -126,7 +142,11 @@ def is_preferred(
     inputs: int,
     tokens: int,
 ) -> bool:
-    """Whether an engine is to compute a layer by llm_comm, as ``Config.fuse_linear`` says."""
+    """Return whether an engine should use llm_comm for a layer, according to ``Config.fuse_linear``.
+
+    With ``"auto"`` the rows of a layer decide. A layer with rows, but none for this many tokens, is not preferred. A
+    layer without rows is preferred by ``tokens_by_size``, with dependent launches on measured devices only.
+    """
     multiple = inputs_multiple(is_fp8(operation))
     if not (1 <= tokens <= _core.linear_max_tokens and takes_features(outputs) and takes_features(inputs, multiple)):
         return False
@@ -140,12 +160,17 @@ def is_preferred(
 
 
 def is_measured(limits: _core.Limits) -> bool:
-    """Whether layers that no table has were measured on such devices."""
+    """Return whether ``tokens_by_size`` was measured on this kind of device."""
     return limits.compute_capability == _MEASURED_CAPABILITY and limits.sm_count >= _MEASURED_SM_COUNT
 
 
 def tokens_by_size(operation: str, outputs: int, inputs: int) -> int:
-    """Up to how many tokens a layer that no table has is faster than cuBLAS, by the size of its weight alone."""
+    """Return the number of tokens up to which a layer without rows is preferred, by the size of its weight; 0: never.
+
+    Layers with block scales give 0: no such layer was measured for this rule.
+    """
+    if has_block_scales(operation):
+        return 0
     row_bytes = inputs * (1 if is_fp8(operation) else 2)
     return next(
         (
@@ -158,7 +183,7 @@ def tokens_by_size(operation: str, outputs: int, inputs: int) -> int:
 
 
 def most_tokens(rows: Iterable[LayerRow], config: Config, limits: _core.Limits) -> int:
-    """Of the layers that are preferred; 0 where none is."""
+    """Return an upper bound of the tokens of preferred layers; 0 if no layer is preferred."""
     if config.fuse_linear != "auto":
         return _core.linear_max_tokens if config.fuse_linear else 0
     by_size = _FASTER_UNMEASURED[0][0] if config.pdl and is_measured(limits) else 0

@@ -1,4 +1,5 @@
-"""The layers of a model, by its config.json: what a rank computes of it, and what llm_comm has no kernels for."""
+"""Linear layers and norms of a model, from its config.json: shapes on one rank, and reasons why llm_comm does not serve
+them."""
 
 from __future__ import annotations
 
@@ -11,12 +12,15 @@ from typing import Any, NamedTuple
 from llm_comm.errors import ConfigError
 from llm_comm.planning.layers import LINEAR, LINEAR_SILU_AND_MUL, inputs_multiple, of_factors, takes_features
 
-#: As kMaxHidden in csrc/algorithms/all_reduce_add_rms_norm/operation.cuh.
+#: Longest row of a fused norm: kMaxHidden in csrc/algorithms/all_reduce_add_rms_norm/operation.cuh.
 _MOST_HIDDEN = 16384
+#: Supported ``weight_block_size`` of FP8 with block scales: kScaleBlock in csrc/algorithms/linear/problem.h.
+_SERVED_BLOCKS = [128, 128]
+#: Entries that hold the number of experts; models without experts have none of them.
 _EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
 _GEMMA_3 = ("gemma3", "gemma3_text")
-#: Entries that their config.json leaves out where they are those of transformers' Gemma3TextConfig, as that of
-#: google/gemma-3-4b-it does.
+#: Defaults of transformers' Gemma3TextConfig. A config.json may omit entries that equal them, as google/gemma-3-4b-it
+#: does.
 _OF_GEMMA_3 = {
     "num_attention_heads": 8,
     "num_key_value_heads": 4,
@@ -24,15 +28,15 @@ _OF_GEMMA_3 = {
     "rms_norm_eps": 1e-6,
     "hidden_activation": "gelu_pytorch_tanh",
 }
-#: Of ``hidden_act``: activations that the layer of gate and up may be computed with.
+#: Values of ``hidden_act`` for which one kernel computes gate, up and the activation.
 _ACTIVATIONS = ("silu", "gelu_pytorch_tanh")
-#: Of ``model_type``: models whose MLP in SGLang is ``LlamaMLP`` or ``Qwen2MLP``, which llm_comm hooks
+#: Values of ``model_type`` whose MLP in SGLang is ``LlamaMLP`` or ``Qwen2MLP``, the classes that llm_comm hooks
 #: (``integrations/sglang/gated_mlps.py``).
 _ACTIVATED_IN_SGLANG = ("llama", "mistral", "phi3", "qwen2", "qwen3")
 
 
 class Model(NamedTuple):
-    """What config.json says of a decoder's layers."""
+    """Decoder of a model, as its config.json describes it. Sizes are of the whole model, not of a rank."""
 
     name: str
     kind: str
@@ -40,9 +44,10 @@ class Model(NamedTuple):
     heads: int
     kv_heads: int
     head_size: int
-    #: Of the MLP; 0 where there is none.
+    #: Inner size of the MLP. 0 for models with experts: their layers are not described here.
     inner: int
     layers: int
+    #: The MLP has gate and up. Assumed of models with RMSNorm; config.json does not tell.
     is_gated: bool
     activation: str
     #: Why norms are not fused, or "".
@@ -50,17 +55,19 @@ class Model(NamedTuple):
     #: Why linear layers are not served, or "".
     why_not_layers: str
     is_fp8: bool
+    #: FP8 weights have block scales of 128 x 128.
+    has_block_scales: bool
     experts: int
     has_latent_attention: bool
 
     @property
     def is_activated_in_sglang(self) -> bool:
-        """Whether SGLang may compute gate and up with their activation; vLLM always may."""
+        """True if llm_comm may compute gate, up and activation in one kernel in SGLang. vLLM has no such limit."""
         return self.kind in _ACTIVATED_IN_SGLANG and not self.is_fp8
 
 
 class Layer(NamedTuple):
-    """A linear layer of a rank."""
+    """Linear layer of one rank. ``outputs`` are those of gate alone if the operation includes the activation."""
 
     name: str
     operation: str
@@ -71,7 +78,15 @@ class Layer(NamedTuple):
 
 
 def find(name: str) -> Path:
-    """The config.json that ``name`` stands for; raises ConfigError."""
+    """Return the path of a model's config.json.
+
+    Args:
+        name: Path of the file or its directory, or a name in the local cache of ``huggingface_hub``. Nothing is
+            downloaded.
+
+    Raises:
+        ConfigError: There is no such file, and the cache has no such model.
+    """
     given = Path(name)
     if given.exists():
         return given / "config.json" if given.is_dir() else given
@@ -86,7 +101,11 @@ def find(name: str) -> Path:
 
 
 def read(path: Path) -> Model:
-    """What a config.json says; raises ConfigError."""
+    """Read a config.json.
+
+    Raises:
+        ConfigError: The file cannot be read, or does not describe a decoder.
+    """
     try:
         whole = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as error:
@@ -100,11 +119,16 @@ def read(path: Path) -> Model:
 
 
 def of_config(whole: Mapping[str, Any], name: str = "", quantization: str | None = None) -> Model:
-    """What the entries of a config.json say; raises ConfigError.
+    """Build a ``Model`` from the entries of a config.json. ``text_config`` of multimodal models overrides the others.
 
     Args:
-        name: Of the model, in words.
-        quantization: That of the engine's options, for a checkpoint without one.
+        whole: All entries.
+        name: Name of the model, for output.
+        quantization: Quantization method from the engine's options. Used if the checkpoint has no
+            ``quantization_config``.
+
+    Raises:
+        ConfigError: An entry is missing or is not a positive integer.
     """
     text = whole.get("text_config")
     config = {**whole, **text} if isinstance(text, Mapping) else whole
@@ -125,7 +149,9 @@ def of_config(whole: Mapping[str, Any], name: str = "", quantization: str | None
     activation = str(config.get("hidden_act") or config.get("hidden_activation") or "silu")
     of_checkpoint = config.get("quantization_config")
     of_engine = {} if quantization is None else {"quant_method": quantization}
-    why_quantized, is_fp8 = _quantization(of_checkpoint if isinstance(of_checkpoint, Mapping) else of_engine)
+    why_quantized, is_fp8, has_block_scales = _quantization(
+        of_checkpoint if isinstance(of_checkpoint, Mapping) else of_engine
+    )
     return Model(
         name=name,
         kind=kind,
@@ -140,6 +166,7 @@ def of_config(whole: Mapping[str, Any], name: str = "", quantization: str | None
         why_not_norm=_why_not_norm(hidden, config),
         why_not_layers=why_quantized,
         is_fp8=is_fp8,
+        has_block_scales=has_block_scales,
         experts=experts,
         has_latent_attention=bool(config.get("kv_lora_rank")),
     )
@@ -151,15 +178,16 @@ def _why_not_norm(hidden: int, config: Mapping[str, Any]) -> str:
     return "" if hidden <= _MOST_HIDDEN else f"rows of {hidden} are longer than {_MOST_HIDDEN}"
 
 
-def _quantization(config: Mapping[str, Any]) -> tuple[str, bool]:
-    """Why layers are not served, or "", and whether operands are FP8."""
+def _quantization(config: Mapping[str, Any]) -> tuple[str, bool, bool]:
+    """Return why layers are not served or "", whether operands are FP8, and whether scales are block scales."""
     if not config:
-        return "", False
+        return "", False, False
     method = str(config.get("quant_method"))
-    if config.get("weight_block_size"):
-        return "FP8 with scales of blocks", True
+    blocks = config.get("weight_block_size")
+    if blocks and (method != "fp8" or blocks != _SERVED_BLOCKS):
+        return f"quantized by {method} with scales of blocks of {blocks}", True, False
     if method == "fp8":
-        return "", True
+        return "", True, bool(blocks)
     groups = config.get("config_groups")
     if method == "compressed-tensors" and isinstance(groups, Mapping):
         parts = [
@@ -169,12 +197,12 @@ def _quantization(config: Mapping[str, Any]) -> tuple[str, bool]:
             for part in (group.get("weights"), group.get("input_activations"))
         ]
         if parts and all(_is_served_fp8(part) for part in parts):
-            return "", True
-    return f"quantized by {method}", False
+            return "", True, False
+    return f"quantized by {method}", False, False
 
 
 def _is_served_fp8(part: Any) -> bool:
-    """Whether a part of a compressed-tensors group is FP8 with scales of tensors, tokens or outputs."""
+    """Return whether weights or activations of a compressed-tensors group are FP8 with scales of tensors or rows."""
     return (
         isinstance(part, Mapping)
         and (part.get("type"), part.get("num_bits")) == ("float", 8)
@@ -182,19 +210,26 @@ def _is_served_fp8(part: Any) -> bool:
     )
 
 
-def layers_of(model: Model, ranks: int, with_activation: bool = True) -> Iterator[Layer]:
-    """The linear layers that a rank computes.
+def layers_of(
+    model: Model, ranks: int, with_activation: bool = True, with_block_scales: bool = True
+) -> Iterator[Layer]:
+    """Yield the linear layers of one rank, with ``why_not`` set for those that llm_comm does not serve.
+
+    Yields nothing unless ``ranks`` divides both the heads and the inner size. Layers of experts and of latent attention
+    are left out.
 
     Args:
-        with_activation: Whether gate and up are one layer with their activation, where there is a kernel for it.
-
-    Returns:
-        None where ranks do not divide the model.
+        model: The model.
+        ranks: Size of the tensor-parallel group.
+        with_activation: Gate, up and activation are one layer if there is a kernel for it.
+        with_block_scales: llm_comm hooks the engine's FP8 layers with block scales.
     """
     if model.heads % ranks or model.inner % ranks:
         return
     heads, kv_heads = model.heads // ranks, max(1, model.kv_heads // ranks)
     behind = "the norm behind its sum is not fused" if model.why_not_norm else ""
+    if model.has_block_scales and not with_block_scales:
+        model = model._replace(why_not_layers="FP8 with scales of blocks")
     if not model.has_latent_attention:
         outputs = (heads + 2 * kv_heads) * model.head_size
         yield _layer(model, "qkv_proj", LINEAR, outputs, model.hidden)
@@ -209,12 +244,18 @@ def layers_of(model: Model, ranks: int, with_activation: bool = True) -> Iterato
         yield _layer(model, "down_proj", LINEAR, model.hidden, inner, behind)
 
 
-def layers_to_measure(model: Model, ranks: int, with_activation: bool = True) -> Iterator[Layer]:
-    """Return the layers that an engine measures when it starts: those of ``layers_of``, and gate and up without their
-    activation. An engine computes them so where one kernel for both is not faster."""
-    yield from layers_of(model, ranks, with_activation)
+def layers_to_measure(
+    model: Model, ranks: int, with_activation: bool = True, with_block_scales: bool = True
+) -> Iterator[Layer]:
+    """Yield the layers that an engine measures when it starts.
+
+    These are the layers of ``layers_of``, and gate and up without their activation. An engine uses the latter if one
+    kernel for both is not faster.
+    """
+    yield from layers_of(model, ranks, with_activation, with_block_scales)
     if with_activation:
-        yield from (layer for layer in layers_of(model, ranks, with_activation=False) if layer.name == "gate_up_proj")
+        alone = layers_of(model, ranks, False, with_block_scales)
+        yield from (layer for layer in alone if layer.name == "gate_up_proj")
 
 
 def _layer(model: Model, name: str, operation: str, outputs: int, inputs: int, why_not: str = "") -> Layer:
@@ -224,4 +265,4 @@ def _layer(model: Model, name: str, operation: str, outputs: int, inputs: int, w
         why_not = f"{outputs} outputs are no multiple of {inputs_multiple(False)}"
     if not why_not and not takes_features(inputs, multiple):
         why_not = f"{inputs} inputs are no multiple of {multiple}"
-    return Layer(name, of_factors(operation, model.is_fp8), outputs, inputs, why_not)
+    return Layer(name, of_factors(operation, model.is_fp8, model.has_block_scales), outputs, inputs, why_not)

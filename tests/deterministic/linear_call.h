@@ -59,11 +59,12 @@ class LinearCall final : public Call {
                 problem_.tokens > linear::kMaxTokens ? 1 : random.between(1, 3)},
         threads_(random.between(1, 4)) {
     const uint32_t rows = weight_parts(epilogue) * problem_.outputs;
+    if (kIsScaled && random.chance(96)) draw_block_scales(random);
     fill(source_, problem_.tokens * problem_.inputs, random);
     fill(weight_, rows * problem_.inputs, random);
     if (kIsScaled) {
-      fill_scales(scale_source_, problem_.x_scale == ScaleOf::kRow ? problem_.tokens : 1, random);
-      fill_scales(weight_scale_, problem_.weight_scale == ScaleOf::kRow ? rows : 1, random);
+      fill_scales(scale_source_, scales_of_x(), random);
+      fill_scales(weight_scale_, scales_of_weight(rows), random);
     }
     if (random.chance(128)) {
       bias_.resize(rows / kElements);
@@ -157,6 +158,23 @@ class LinearCall final : public Call {
   static ScaleOf draw_scales(Random& random) {
     return kIsScaled && random.chance(128) ? ScaleOf::kRow : ScaleOf::kTensor;
   }
+  void draw_block_scales(Random& random) {
+    problem_.x_scale = problem_.weight_scale = ScaleOf::kBlock;
+    const bool is_by_rows = random.chance(128);
+    problem_.x_scale_token_stride = is_by_rows ? blocks() : 1;
+    problem_.x_scale_block_stride = is_by_rows ? 1 : problem_.tokens + random.between(0, 3);
+  }
+  uint32_t blocks() const { return problem_.inputs / kScaleBlock; }
+  size_t scales_of_x() const {
+    if (problem_.x_scale == ScaleOf::kTensor) return 1;
+    if (problem_.x_scale == ScaleOf::kRow) return problem_.tokens;
+    return size_t{problem_.tokens - 1} * problem_.x_scale_token_stride +
+           size_t{blocks() - 1} * problem_.x_scale_block_stride + 1;
+  }
+  size_t scales_of_weight(uint32_t rows) const {
+    if (problem_.weight_scale == ScaleOf::kTensor) return 1;
+    return problem_.weight_scale == ScaleOf::kRow ? rows : divide_up(rows, kScaleBlock) * blocks();
+  }
   // As long as whole lines are.
   static void fill_scales(Lines& lines, size_t count, Random& random) {
     lines.resize((count * sizeof(float) + sizeof(Line) - 1) / sizeof(Line));
@@ -164,7 +182,9 @@ class LinearCall final : public Call {
   }
   std::string about_scales() const {
     if (!kIsScaled) return "";
-    const auto of = [](ScaleOf scale) { return scale == ScaleOf::kRow ? "row" : "tensor"; };
+    const auto of = [](ScaleOf scale) {
+      return scale == ScaleOf::kRow ? "row" : scale == ScaleOf::kBlock ? "block" : "tensor";
+    };
     return std::string(" of fp8, a scale for each ") + of(problem_.x_scale) + " of x and " + of(problem_.weight_scale) +
            " of the weight";
   }
@@ -181,17 +201,26 @@ class LinearCall final : public Call {
     }
   }
 
-  // The boxes of even number in their order, those of odd number in theirs, and then the sum of the two.
+  // The boxes of even number in their order, those of odd number in theirs, and then the sum of the two. With scales of
+  // blocks the products of each box are summed by themselves.
   uint16_t product(uint32_t token, uint32_t row) const {
     float sums[2] = {};
+    float products = 0.0f;
     for (uint32_t k = 0; k < problem_.inputs; ++k) {
-      float& sum = sums[k / kColumns % 2];
+      float& sum = has_block_scales(problem_) ? products : sums[k / kColumns % 2];
       sum = multiply_add(at<Factor<F>>(weight_, size_t{row} * problem_.inputs + k).value(),
                          at<Factor<F>>(source_, size_t{token} * problem_.inputs + k).value(), sum);
+      if (!has_block_scales(problem_) || k % kColumns != kColumns - 1) continue;
+      const uint32_t block = k / kScaleBlock;
+      const auto of_x = at<float>(
+          scale_source_, size_t{token} * problem_.x_scale_token_stride + size_t{block} * problem_.x_scale_block_stride);
+      const auto of_weight = at<float>(weight_scale_, size_t{row / kScaleBlock} * blocks() + block);
+      sums[block % 2] = multiply_add(of_x * of_weight, products, sums[block % 2]);
+      products = 0.0f;
     }
     const float sum = sums[0] + sums[1];
     const float bias = bias_.empty() ? 0.0f : E::value(element(bias_, row));
-    if constexpr (!kIsScaled) return E::round(bias_.empty() ? sum : sum + bias);
+    if (!kIsScaled || has_block_scales(problem_)) return E::round(bias_.empty() ? sum : sum + bias);
     const auto of_x = at<float>(scale_source_, problem_.x_scale == ScaleOf::kRow ? token : 0);
     const auto of_weight = at<float>(weight_scale_, problem_.weight_scale == ScaleOf::kRow ? row : 0);
     const float product = of_weight * sum;

@@ -4,8 +4,10 @@
     torchrun --standalone --nproc-per-node 1 tests/gpu/linear_choices.py --list judged --json FILE
 
 The files are what the kernel's own choice is fitted to, and judged by (docs/experiments/linear.md). Of FP8 the layer
-beside it is ``torch._scaled_mm``; of silu-and-mul it is cuBLAS alone, without the activation. Where there is no GPU, a
-small layer is timed on an emulated one.
+beside it is ``torch._scaled_mm``; of silu-and-mul it is cuBLAS alone, without the activation. Of ``--list blocks``, FP8
+with scales of blocks, it is the fastest of torch's kernel and, where vLLM is installed, vLLM's kernels. Then vLLM's
+quantization stands before all layers but FlashInfer's, which quantizes itself. Where there is no GPU, a small layer is
+timed on an emulated one.
 
 Layers are timed with dependent launches, in two kinds of chains. In a ``row`` one stands behind another: where a layer
 leaves multiprocessors free, the next one runs beside it. In engines that is so of gate and up and the layer behind
@@ -16,6 +18,8 @@ all-reduce does: ``spaced``, with a layer of 64 outputs, which takes about as lo
 from __future__ import annotations
 
 import argparse
+import contextlib
+import importlib
 import time
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -25,10 +29,25 @@ from common import Session, add_seconds, parser, report, run, session
 from linear_shapes import LISTS, Layer
 
 from llm_comm import Communicator, Config, _core
-from llm_comm.bench.layer_chains import call_of_choice, cold_weights, layer_by_torch, spacer_of, time_chain
+from llm_comm.bench.layer_chains import (
+    behind,
+    call_of_choice,
+    calls_of_others,
+    cold_weights,
+    layer_by_torch,
+    quantization_before,
+    spacer_of,
+    time_chain,
+    time_fastest,
+    unit_scales,
+)
 
 TOKENS = (1, 16, 32, 64)
-EMULATED = (Layer("linear", 192, 256, "emulated"), Layer("linear_silu_and_mul_fp8", 64, 256, "emulated"))
+EMULATED = (
+    Layer("linear", 192, 256, "emulated"),
+    Layer("linear_silu_and_mul_fp8", 64, 256, "emulated"),
+    Layer("linear_fp8_blocks", 192, 256, "emulated"),
+)
 EMULATED_CHOICES = ((16, 2, 2), (64, 4, 1))
 #: Stages of the ring, and boxes of each.
 RINGS = (
@@ -72,13 +91,12 @@ class Bench:
         x = torch.empty(tokens, layer.inputs, device=device).normal_(generator=self._random).to(like.dtype)
         scales: tuple[torch.Tensor, ...] = ()
         if layer.is_fp8:
-            scales = torch.ones(tokens, 1, device=device), torch.ones(len(like), 1, device=device)
+            scales = unit_scales(x, len(like), layer.has_blocks)
         found: dict[str, Any] = {"tokens": tokens, "other_us": None, "other_spaced_us": None}
         if self._at.on_gpu:
-            found["other_us"] = round(time_chain(self._other(x, len(like), scales), weights, REPS), 3)
-            found["other_spaced_us"] = round(
-                time_chain(self._spaced(self._other(x, len(like), scales)), weights, REPS), 3
-            )
+            others = self._others(layer, x, len(like), scales)
+            found["other_us"] = round(time_fastest(others, weights, REPS), 3)
+            found["other_spaced_us"] = round(time_fastest(list(map(self._spaced, others)), weights, REPS), 3)
         found["choices"] = []
         choices = choices_of(layer, self._comm.limits.sm_count) if self._at.on_gpu else EMULATED_CHOICES
         for choice in [(0, 0, 0), *choices]:
@@ -102,10 +120,11 @@ class Bench:
 
         return both
 
-    def _other(
-        self, x: torch.Tensor, rows: int, scales: tuple[torch.Tensor, ...]
-    ) -> Callable[[torch.Tensor], torch.Tensor]:
-        return layer_by_torch(x, torch.empty(len(x), rows, dtype=torch.bfloat16, device=x.device), scales)
+    def _others(
+        self, layer: Layer, x: torch.Tensor, rows: int, scales: tuple[torch.Tensor, ...]
+    ) -> list[Callable[[torch.Tensor], object]]:
+        out = torch.empty(len(x), rows, dtype=torch.bfloat16, device=x.device)
+        return calls_of_others(x, out, scales, False) if layer.has_blocks else [layer_by_torch(x, out, scales)]
 
     def _ours(
         self,
@@ -118,7 +137,8 @@ class Bench:
         out = torch.empty(len(x), layer.outputs, dtype=torch.bfloat16, device=x.device)
         tiling = _core.LinearChoice(block_outputs=choice[0], stages=choice[1], stage_boxes=choice[2])
         try:
-            return call_of_choice(self._comm, x, out, scales, layer.has_silu, tiling)
+            call = call_of_choice(self._comm, x, out, scales, layer.has_silu, tiling)
+            return behind(quantization_before(x, scales), call)
         except ValueError:
             return None
 
@@ -132,6 +152,8 @@ def _own_and_best(choices: str) -> tuple[str, str]:
 def main(options: argparse.Namespace) -> int:
     with session(options, measures=True) as at:
         comm = Communicator(at.group, at.device, Config(pdl=True))
+        with contextlib.suppress(ImportError):
+            importlib.import_module("vllm.model_executor.kernels.linear")  # its operators
         bench = Bench(at, comm)
         spacer_us = bench.spacer_us()
         rows = []

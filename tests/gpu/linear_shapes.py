@@ -25,7 +25,12 @@ class Layer(NamedTuple):
     @property
     def is_fp8(self) -> bool:
         """Whether operands are FP8."""
-        return self.operation.endswith("_fp8")
+        return "_fp8" in self.operation
+
+    @property
+    def has_blocks(self) -> bool:
+        """Whether scales are those of blocks."""
+        return self.operation.endswith("_blocks")
 
 
 FITTED = (
@@ -135,4 +140,17 @@ JUDGED = (
     Layer("linear_fp8", 13824, 5120, "Qwen2.5-14B gate_up TP=2"),
 )
 
-LISTS = {"fitted": FITTED, "judged": JUDGED}
+#: Layers of FP8 with scales of blocks. They were not drawn, and nothing is fitted to them.
+BLOCKS = (
+    Layer("linear_fp8_blocks", 6144, 4096, "Qwen3-8B-FP8 qkv TP=1"),
+    Layer("linear_fp8_blocks", 4096, 4096, "Qwen3-8B-FP8 o TP=1"),
+    Layer("linear_fp8_blocks", 4096, 12288, "Qwen3-8B-FP8 down TP=1"),
+    Layer("linear_fp8_blocks", 5120, 4096, "Qwen3-32B-FP8 o TP=2"),
+    Layer("linear_fp8_blocks", 5120, 6400, "Qwen3-32B-FP8 down TP=4"),
+    Layer("linear_fp8_blocks", 3072, 1536, "DeepSeek-V3 q_b TP=8"),
+    Layer("linear_fp8_blocks", 7168, 2048, "DeepSeek-V3 o TP=8"),
+    Layer("linear_fp8_blocks", 7168, 2304, "DeepSeek-V3 down TP=8"),
+    Layer("linear_silu_and_mul_fp8_blocks", 3072, 4096, "Qwen3-8B-FP8 gate_up TP=4"),
+    Layer("linear_silu_and_mul_fp8_blocks", 2304, 7168, "DeepSeek-V3 gate_up TP=8"),
+)
+LISTS = {"fitted": FITTED, "judged": JUDGED, "blocks": BLOCKS}

@@ -4,11 +4,12 @@
 
 A case is a layer's x and weight on each rank, drawn from a seed, and one call: eager, or captured in a CUDA graph
 that is replayed with other inputs. Half of them are of FP8 with scales (``fp8_layers.py``), where the device has
-that. Half have a bias: on rank 0 alone, as in engines, or on each rank. All ranks draw all ranks' inputs. The layer's
-result is compared with float64, and a row of it with that row alone, which must have the same bits. What comes behind
-the layer must be bitwise what the ranks' results sum to in rank order, and what the fused operation makes of those:
-``random_cases.py`` tests both. Silu-and-mul must be within one rounding of float64 for what the plain layer returns,
-and have the same bits in each call. Layers of any batch must have the bits of ``linear``, of 64 tokens at a time.
+that, and three of five of these have scales of blocks. Half have a bias: on rank 0 alone, as in engines, or on each
+rank. All ranks draw all ranks' inputs. The layer's result is compared with float64, and a row of it with that row
+alone, which must have the same bits. What comes behind the layer must be bitwise what the ranks' results sum to in rank
+order, and what the fused operation makes of those: ``random_cases.py`` tests both. Silu-and-mul must be within one
+rounding of float64 for what the plain layer returns, and have the same bits in each call. Layers of any batch must have
+the bits of ``linear``, of 64 tokens at a time.
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ from values import differs, rank_order_sum
 from verdicts import Guarded, Verdicts, Where, weights_of
 
 from llm_comm import Communicator, Config
+from llm_comm.operations.fp8 import empty_scales
 
 SETTLE_EVERY = 50
 MOST_FAILURES = 10
@@ -59,6 +61,7 @@ class Case:
     is_exact: bool  # of FP8: whole numbers, whose sums no addition cuts
     weight_bias: float
     biased: int  # ranks whose layer has a bias, from rank 0 on
+    layout: str | None  # of FP8: that of the scales of blocks of x; None: there are no scales of blocks
 
     @property
     def rows(self) -> int:
@@ -72,6 +75,8 @@ class Case:
 
     def __str__(self) -> str:
         scales = f", FP8, per token {self.per_token}, per channel {self.per_channel}, exact {self.is_exact}"
+        if self.layout is not None:
+            scales = f", FP8, blocks, {self.layout}, exact {self.is_exact}"
         return (
             f"{self.kind} of {self.tokens} tokens, {self.inputs} inputs, {self.outputs} outputs, {self.dtype}, scale "
             f"{self.scale:g}, quantize {self.quantize}, weight_bias {self.weight_bias:g}, offset {self.offset}, "
@@ -136,6 +141,7 @@ def draw_case(number: int, options: argparse.Namespace, world: int) -> Case:
         *(rng.random() < 0.5 for _ in range(3)),
         rng.choice((0.0, 1.0, 0.5)),
         rng.choice((0, 0, 1, world)),
+        rng.choice((None, None, "group", "group_column_major", "group_column_major_tma")),
     )
 
 
@@ -231,6 +237,12 @@ class Runner:
     def _scales(self, case: Case, replay: int, rank: int) -> Scales | None:
         if not case.fp8:
             return None
+        if case.layout is not None:
+            blocks = case.inputs // fp8_layers.BOX
+            x = empty_scales(case.layout, torch.empty(case.tokens, case.inputs, device=self._ranks.device))
+            x.copy_(self._draw(case, replay, f"xs{rank}", (case.tokens, blocks)).float().abs() + 0.1)
+            of_blocks = (-(-case.rows // fp8_layers.BOX), blocks)
+            return Scales(x, (self._draw(case, replay, f"ws{rank}", of_blocks).float().abs() + 0.1) * case.scale)
         of_x, of_weight = ((case.tokens, 1) if case.per_token else (1,), (case.rows, 1) if case.per_channel else (1,))
         x = self._draw(case, replay, f"xs{rank}", of_x).float().abs() + 0.1
         weight = self._draw(case, replay, f"ws{rank}", of_weight).float().abs() + 0.1

@@ -42,6 +42,7 @@ AFTER_ERRORS = "driver --cases 60 --mishaps --alone --algorithm all_reduce_add_r
 SYMMETRIC = "tests/emulated/test_direct_algorithms.py"
 GATED = "tests/emulated/test_linear_gated.py"
 LINEAR_FP8 = "tests/emulated/test_linear_fp8.py"
+LINEAR_BLOCKS = "tests/emulated/test_linear_blocks.py"
 LINEAR_BIAS = "tests/emulated/test_linear_bias.py"
 MANY_TOKENS = "tests/emulated/test_linear.py"
 
@@ -552,6 +553,31 @@ KERNELS = (
         ],
         LINEAR_FP8,
         "driver --cases 20 --alone --algorithm linear+fp8",
+    ),
+    cpp(
+        "up has the scales of blocks of gate",
+        SCALES,
+        "(r < outputs ? 0 : args.weight.rows) + output",
+        "(WITHOUT || r < outputs ? 0 : args.weight.rows) + output",
+        LINEAR_BLOCKS,
+        "driver --cases 40 --alone --algorithm linear_silu_and_mul+fp8",
+    ),
+    cpp(
+        "scales of blocks of x are those of the first box of the stage",
+        SCALES,
+        "fetch(to, Tokens, of_tokens_, uint64_t{first + b} * step_);",
+        "fetch(to, Tokens, of_tokens_, uint64_t{first + (WITHOUT ? 0 : b)} * step_);",
+        LINEAR_BLOCKS,
+        "driver --cases 40 --alone --algorithm linear+fp8",
+    ),
+    cpp(
+        "products of blocks are rounded before they are added",
+        SCALES,
+        "sums[i] = multiply_add(of_tokens_[token(i)] * of_rows_[row(i)], products[i], sums[i]);",
+        "const float scale = of_tokens_[token(i)] * of_rows_[row(i)];\n"
+        "      sums[i] = WITHOUT ? sums[i] + scale * products[i] : multiply_add(scale, products[i], sums[i]);",
+        LINEAR_BLOCKS,
+        "driver --cases 40 --alone --algorithm linear+fp8",
     ),
     cpp(
         "the bias is added to a product that has been rounded",

@@ -154,6 +154,20 @@ LINEAR_LAYERS: tuple[Mutant, ...] = (
         "tests/emulated/test_linear_fp8.py",
     ),
     python(
+        "layers with scales of blocks go by rows of other scales",
+        CALLS,
+        'of_factors(self._name, bool(scales), "x_scale_strides" in scales)',
+        "of_factors(self._name, bool(scales))",
+        OF_TABLES,
+    ),
+    python(
+        "a prepared layer takes scales of blocks of any strides",
+        SCALING,
+        "return x.shape, x.stride(), weight.shape, self.out_dtype",
+        "return x.shape, weight.shape, self.out_dtype",
+        "tests/emulated/test_linear_blocks.py",
+    ),
+    python(
         "layers that run alike differ by what was measured",
         TABLES,
         "layers = tuple(row.without_figures() for row in self.layers)",
@@ -163,8 +177,8 @@ LINEAR_LAYERS: tuple[Mutant, ...] = (
     python(
         "a row that a device has no room for ends the call",
         CALLS,
-        "except ValueError as error:\n            # Of another device",
-        "except KeyError as error:\n            # Of another device",
+        "except ValueError as error:\n            # The row was measured",
+        "except KeyError as error:\n            # The row was measured",
         OF_TABLES,
     ),
     python(

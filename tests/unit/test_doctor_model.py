@@ -108,7 +108,22 @@ def test_a_model_that_no_table_has(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         (
             {"quantization_config": {"quant_method": "fp8", "weight_block_size": [128, 128]}},
             "o_proj",
-            "the engine's: FP8 with scales of blocks",
+            "4096 x 2048, FP8 with scales of blocks (in vLLM): measured",
+        ),
+        (
+            {"quantization_config": {"quant_method": "fp8", "weight_block_size": [128, 128]}},
+            "gate_up_proj",
+            "7168 x 4096, with silu-and-mul in vLLM, FP8 with scales of blocks (in vLLM): measured",
+        ),
+        (
+            {"quantization_config": {"quant_method": "fp8", "weight_block_size": [64, 128]}},
+            "o_proj",
+            "the engine's: quantized by fp8 with scales of blocks of [64, 128]",
+        ),
+        (
+            {"quantization_config": {"quant_method": "mxfp8", "weight_block_size": [1, 32]}},
+            "o_proj",
+            "the engine's: quantized by mxfp8 with scales of blocks of [1, 32]",
         ),
         (
             {"quantization_config": {"quant_method": "fp8"}, "intermediate_size": 14464},
@@ -120,6 +135,20 @@ def test_a_model_that_no_table_has(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 )
 def test_what_is_not_served(tmp_path: Path, entries: dict[str, Any], layer: str, why: str) -> None:
     assert why in verdicts(tmp_path, **entries)[layer]
+
+
+def test_layers_with_scales_of_blocks_are_served_in_vllm_alone(tmp_path: Path) -> None:
+    verdicts(tmp_path, quantization_config={"quant_method": "fp8", "weight_block_size": [128, 128]})
+    model = models.read(tmp_path / "config.json")
+    layers = list(models.layers_of(model, 2))
+    kinds = {"linear_fp8_blocks", "linear_silu_and_mul_fp8_blocks"}
+    assert {layer.operation for layer in layers} == kinds
+    assert not any(layer.why_not for layer in layers)
+    of_sglang = models.layers_of(model, 2, with_block_scales=False)
+    assert {layer.why_not for layer in of_sglang} == {"FP8 with scales of blocks"}
+    options = EngineOptions.load({}, tune_at_start=0)
+    found = model_verdicts.report(str(tmp_path), 2, options)["down_proj"]
+    assert found.endswith(f"(in vLLM): not known to be faster on {H100}, not known to be faster on {H200}")
 
 
 def test_gemma_3_leaves_out_what_is_usual(tmp_path: Path) -> None:

@@ -20,7 +20,7 @@ from llm_comm.integrations.linear import about_linear, why_not_any
 from llm_comm.operations.fp8 import Scaling
 from llm_comm.operations.linear import Linear
 from llm_comm.planning.catalogue import load_table, table_text
-from llm_comm.planning.layers import LayerRow
+from llm_comm.planning.layers import LayerRow, tokens_by_size, weights_of
 from llm_comm.planning.planner import Planner
 from llm_comm.planning.tables import TuningTable, by_operation
 
@@ -261,6 +261,40 @@ def test_how_a_layer_of_fp8_runs(rows: tuple[LayerRow, ...], tokens: int, choice
     assert choices_of(core) == [choice]
     (call,) = core.prepare_linear.mock_calls
     assert call.kwargs["scales"] == (True, False)
+
+
+BLOCKS = FP8._replace(operation="linear_fp8_blocks", inputs=256, block_outputs=40)
+
+
+@pytest.mark.parametrize(
+    ("rows", "choice"),
+    [((FP8._replace(inputs=256), BLOCKS), (40, 3, 2)), ((FP8._replace(inputs=256),), (0, 0, 0)), ((), (0, 0, 0))],
+)
+def test_how_a_layer_with_scales_of_blocks_runs(rows: tuple[LayerRow, ...], choice: tuple[int, int, int]) -> None:
+    core = mock.Mock()
+    layers = Linear(mock.Mock(device=torch.device("cpu"), core=mock.Mock(return_value=core)), planner_of(rows))
+    x, weight = (torch.empty(count, 256, dtype=torch.float8_e4m3fn) for count in (4, 128))
+    layers.find("linear", x, weight, Scaling(torch.ones(2, 4).t(), torch.ones(1, 2), torch.float16))
+    assert choices_of(core) == [choice]
+    (call,) = core.prepare_linear.mock_calls
+    assert (call.kwargs["scales"], call.kwargs["x_scale_strides"]) == ((2, 2), (1, 4))
+
+
+@pytest.mark.parametrize("operation", ["linear_fp8_blocks", "linear_silu_and_mul_fp8_blocks"])
+def test_layers_with_scales_of_blocks_are_a_kind_of_their_own(operation: str, tmp_path: Path) -> None:
+    row = BLOCKS._replace(operation=operation)
+    planner = planner_of((row, row._replace(operation=operation.removesuffix("_blocks"), inputs=128)))
+    assert planner.prefers_layer(operation, 128, 256, 4)
+    assert not planner.prefers_layer(operation, 128, 128, 4)
+    assert not planner.prefers_layer(operation.removesuffix("_blocks"), 128, 256, 4)
+    assert planner_of((), fuse_linear=True).prefers_layer(operation, 64, 128, 1)
+    assert not planner_of((), fuse_linear=True).prefers_layer(operation, 64, 192, 1), "no whole block of inputs"
+    assert tokens_by_size(operation, 128, 256) == 0 < tokens_by_size("linear_fp8", 128, 256), "none was measured"
+    assert weights_of(operation) == weights_of(operation.removesuffix("_fp8_blocks"))
+    path = write(tmp_path / "mine.yaml", TABLE, [row.entry()])
+    assert load_table(path).table.layers == (row,)
+    with pytest.raises(ConfigError, match="inputs is 192; it must be a multiple of 128"):
+        load_table(write(path, TABLE, [{**row.entry(), "inputs": 192}]))
 
 
 def test_rows_of_bf16_give_no_layer_of_fp8_away() -> None:

@@ -6,13 +6,21 @@ import logging
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
 
-from llm_comm import Communicator
-from llm_comm.bench.layer_chains import call_of_choice, choices_of, make_weights
+from llm_comm import Communicator, _core
+from llm_comm.bench.layer_chains import (
+    call_of_choice,
+    calls_of_others,
+    choices_of,
+    layer_by_torch,
+    make_weights,
+    unit_scales,
+)
 from llm_comm.config import EngineOptions
 from llm_comm.integrations import layer_tuning
 from llm_comm.integrations.layer_tuning import TOKENS, LayerBench, budget_s, rows_of, tune
@@ -88,14 +96,67 @@ def test_kernels_that_a_device_lacks_are_passed_over(comm: Communicator, monkeyp
         LayerBench(comm).times(KEY)
 
 
+@pytest.mark.parametrize("operation", ["linear_fp8_blocks", "linear_silu_and_mul_fp8_blocks"])
+def test_layers_with_scales_of_blocks_are_measured(
+    comm: Communicator, monkeypatch: pytest.MonkeyPatch, operation: str
+) -> None:
+    seen = []
+
+    def calls(x: torch.Tensor, out: torch.Tensor, scales: Any, silu: bool) -> Any:
+        seen.append((x.dtype, [tuple(scale.shape) for scale in scales], silu))
+        return calls_of_others(x, out, scales, silu)
+
+    monkeypatch.setattr(layer_tuning, "calls_of_others", calls)
+    times = LayerBench(comm).times(LayerKey(operation, 192, 256, True))
+    assert all(theirs > 0 and ours for theirs, ours in times)
+    rows = 3 if "silu" in operation else 2  # blocks of 384 rows, or 192
+    assert seen == [(FP8, [(tokens, 2), (rows, 2)], "silu" in operation) for tokens in (1, 16)]
+
+
+def test_the_layer_that_scales_of_blocks_are_compared_with(comm: Communicator) -> None:
+    (weight,) = make_weights(1, (192, 256), FP8, CPU, 0)
+    x, out = torch.randn(3, 256).to(FP8), torch.empty(3, 192, dtype=torch.bfloat16)
+    scales = unit_scales(x, 192, True)
+    for scale in scales:
+        scale.copy_(torch.rand(scale.shape) / 256)
+    by_torch = layer_by_torch(x, out, scales)(weight)
+    (ours,) = call_of_choice(comm, x, out, scales, False, _core.LinearChoice())(weight)
+    assert torch.allclose(ours.float(), by_torch.float(), rtol=2**-7, atol=1e-3)
+
+
+def test_the_kernels_of_vllm_that_layers_with_scales_of_blocks_are_compared_with() -> None:
+    """By name: with vLLM's operators loaded, on a GPU."""
+    called = []
+
+    def named(name: str) -> mock.Mock:
+        return mock.Mock(side_effect=lambda *_, **__: called.append(name))
+
+    of_c = mock.Mock(cutlass_scaled_mm=named("cutlass"), per_token_group_fp8_quant=named("quantize"))
+    of_vllm = mock.Mock(fp8_gemm_nt_op=named("deep_gemm"), flashinfer_fp8_blockscale_gemm=named("flashinfer"))
+    x = mock.MagicMock(device=CUDA, dtype=FP8, shape=(3, 256))
+    x.__len__.return_value = 3
+    scales, out = (mock.Mock(numel=lambda: 6), mock.Mock()), mock.Mock(dtype=torch.bfloat16)
+    operators = mock.Mock(_C=of_c, vllm=of_vllm)
+    with mock.patch.object(torch, "ops", operators), mock.patch.object(torch, "_scaled_mm", named("torch")):
+        for call in calls_of_others(x, out, scales, False):
+            call(mock.Mock())
+    with_quantization = [("quantize", name) for name in ("torch", "cutlass", "deep_gemm")]
+    assert called == [name for pair in with_quantization for name in pair] + ["flashinfer"]
+
+
 @pytest.mark.parametrize("silu", [False, True])
-@pytest.mark.parametrize("dtype", [torch.bfloat16, FP8])
+@pytest.mark.parametrize(("dtype", "blocks"), [(torch.bfloat16, False), (FP8, False), (FP8, True)])
 @pytest.mark.parametrize("tokens", [1, 9, 64])
-def test_bits_are_those_of_every_tiling(comm: Communicator, tokens: int, dtype: torch.dtype, silu: bool) -> None:
-    inputs, outputs = 640, 64
+def test_bits_are_those_of_every_tiling(
+    comm: Communicator, tokens: int, dtype: torch.dtype, blocks: bool, silu: bool
+) -> None:
+    # Blocks of outputs, of 24 and more rows, that have rows of two blocks of scales.
+    inputs, outputs = 640, 192 if blocks else 64
     (weight,) = make_weights(1, (outputs * (1 + silu), inputs), dtype, CPU, 0)
     x = torch.randn(tokens, inputs, generator=torch.Generator().manual_seed(3)).to(dtype)
     scales = (torch.rand(tokens, 1), torch.rand(len(weight), 1) / inputs) if dtype is FP8 else ()
+    if blocks:
+        scales = torch.rand(tokens, inputs // 128), torch.rand(-(-len(weight) // 128), inputs // 128) / inputs
     found, tilings = [], choices_of(comm, x, torch.empty(tokens, outputs, dtype=torch.bfloat16), scales, silu)
     for tiling in tilings:
         out = torch.full((tokens, outputs), torch.nan, dtype=torch.bfloat16)

@@ -182,6 +182,55 @@ def test_the_core_takes_the_fp8_that_is_accepted(data_type: str, inputs: int, ep
         assert accepted
 
 
+def test_scales_of_blocks_that_the_core_takes() -> None:
+    (core,) = connected(1)
+    layer = {
+        "tokens": 3,
+        "inputs": 2 * FP8_STEP,
+        "outputs": STEP,
+        "data_type": list(registry.data_types()).index("bf16"),
+        "epilogue": "none",
+    }
+    block, row, tensor = _core.SCALE_OF_BLOCK, _core.SCALE_OF_ROW, _core.SCALE_OF_TENSOR
+    for strides in (None, (2, 1), (1, 4)):
+        core.prepare_linear(**layer, choice=_core.LinearChoice(), scales=(block, block), x_scale_strides=strides)
+    for refused, strides, why in (
+        ((block, row), None, "both operands have scales of blocks, or neither has"),
+        ((tensor, block), None, "both operands have scales of blocks, or neither has"),
+        ((block, block), (0, 1), "need strides of tokens and of blocks"),
+        ((block, block), (2, 0), "need strides of tokens and of blocks"),
+        ((3, 0), None, "there are no scales number 3"),
+    ):
+        with pytest.raises(ValueError, match=why):
+            core.prepare_linear(**layer, choice=_core.LinearChoice(), scales=refused, x_scale_strides=strides)
+
+
+def test_scales_of_blocks_take_shared_memory() -> None:
+    layer = {
+        "tokens": 8,
+        "inputs": 64 * FP8_STEP,
+        "outputs": 64,
+        "data_type": list(registry.data_types()).index("bf16"),
+        "epilogue": "none",
+    }
+    whole = _core.LinearChoice(block_outputs=64, stages=4, stage_boxes=2)
+    ring = 4 * 2 * (64 + 8) * 128
+    header = 1024 + 1024
+
+    def fits(scales: int, max_shared_bytes: int) -> bool:
+        try:
+            _core.linear_choice(
+                **layer, choice=whole, scales=(scales, scales), sm_count=132, max_shared_bytes=max_shared_bytes
+            )
+        except ValueError:
+            return False
+        return True
+
+    assert fits(_core.SCALE_OF_ROW, header + ring)
+    assert not fits(_core.SCALE_OF_BLOCK, header + ring + ring // 32 - 1)
+    assert fits(_core.SCALE_OF_BLOCK, header + ring + ring // 32)
+
+
 @pytest.mark.parametrize(("epilogue", "multiple"), [("none", 8), ("silu_and_mul", 16), ("gelu_tanh_and_mul", 16)])
 def test_choices_of_a_block(epilogue: str, multiple: int) -> None:
     """As many rows of gate as of up, and results in lines of eight."""

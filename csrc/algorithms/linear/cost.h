@@ -1,4 +1,4 @@
-// What a linear layer of a few tokens costs by one tiling or another: a model of the kernel, by which it chooses its own.
+// Time model of the linear layer kernel for up to kMaxTokens tokens. It ranks tilings where no table has a row.
 #pragma once
 
 #include <algorithm>
@@ -9,33 +9,37 @@
 
 namespace llm_comm::linear {
 
-// A layer that is cut into blocks.
+// Input of the model: a layer and its tiling.
 struct Tiling {
   double blocks;
-  double block_rows;  // of the weight
-  double token_rows;  // of a box of x
-  double boxes;       // of a row
+  double block_rows;  // weight rows of a thread block
+  double token_rows;  // rows of a tile of x
+  double boxes;       // tiles in a row of the weight
   double stage_boxes;
   double stages;
-  double resident;  // blocks that a multiprocessor has room for
+  double resident;  // thread blocks that fit on a multiprocessor at the same time
 };
 
-// About the microseconds on one H100 or H200 that a layer takes in a row of its kind, and those behind a short kernel, added up: what
-// all tilings take alike is left out. The constants are fitted to the times of all tilings of the layers in
-// tests/gpu/linear_shapes.py (docs/experiments/linear.md, "The kernel's own choice").
+// Estimated microseconds of a layer on one H100 or H200, the sum of two cases: in a chain of equal layers, and after a
+// short kernel. Time that is the same for all tilings is left out, so the value ranks tilings and is no prediction. The
+// constants are fitted to the times of all tilings of the layers in tests/gpu/linear_shapes.py
+// (docs/experiments/linear.md, "The kernel's own choice").
 //
-// Three things take time, and hide each other in part: to stream the weights, at the rate of the memory or of what a multiprocessor
-// has under way; to multiply, stage by stage and box by box; and to end a block. What the rings hold of the weights has come before the
-// layer may begin, where its blocks find room beside those of the kernel before.
+// Terms, which overlap in part:
+//   stream    reading weights and x, at the rate of the memory or of the bytes that a multiprocessor has in flight
+//   multiply  for each stage and each tile
+//   end       epilogue of a block, and start of the next block on its multiprocessor
+// The first round of the ring is fetched before the layer may begin (PDL), if its blocks fit on the multiprocessors
+// beside those of the kernel ahead. This part of the stream costs no time.
 inline double cost(const Tiling& tiling, double sm_count) {
-  constexpr double kMemoryRate = 4.97e6;  // bytes a microsecond
-  constexpr double kSmRate = 61.8e3;      // of one multiprocessor
-  constexpr double kLatency = 1.15;       // of a fetch
-  constexpr double kStage = 0.116, kBox = 0.0139, kEnd = 0.22, kNextRound = 1.0;
-  constexpr double kInRow = 0.19;         // by which a row is slower where memory is not what it waits for
-  constexpr double kShareOfTokens = 0.5;  // of x, which comes from the L2 cache
-  constexpr double kStagesInUse = 2.14;   // one is multiplied, the products of another are awaited
-  constexpr double kSharpness = 1.7;      // 1: times add up; more: the longer one counts
+  constexpr double kMemoryRate = 4.97e6;  // bytes/us, of the GPU; fitted for H100 and H200 together
+  constexpr double kSmRate = 61.8e3;      // bytes/us, of one multiprocessor
+  constexpr double kLatency = 1.15;       // us, of a fetch
+  constexpr double kStage = 0.116, kBox = 0.0139, kEnd = 0.22, kNextRound = 1.0;  // us
+  constexpr double kInRow = 0.19;         // us, added in a chain of equal layers that is not bound by memory
+  constexpr double kShareOfTokens = 0.5;  // weight of the bytes of x, which come from the L2 cache
+  constexpr double kStagesInUse = 2.14;   // stages not in flight: one is multiplied, one awaits its release
+  constexpr double kSharpness = 1.7;      // exponent of the overlap: 1 adds the times, infinity takes the longer
 
   const double row_bytes = tiling.boxes * kBoxRowBytes;
   const double block_bytes = row_bytes * (tiling.block_rows + kShareOfTokens * tiling.token_rows);

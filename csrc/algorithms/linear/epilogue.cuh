@@ -1,4 +1,4 @@
-// What becomes of the products of a linear layer.
+// Activations of gated MLPs in the epilogue of a linear layer.
 #pragma once
 
 #include "algorithms/linear/problem.h"
@@ -6,16 +6,17 @@
 
 namespace llm_comm::inline LLM_COMM_TARGET {
 
-// 2u for gelu(g) = g (1 + tanh(u)) / 2 with u = sqrt(2 / pi) (g + 0.044715 g^3) (Hendrycks and Gimpel, arXiv 1606.08415).
+// Returns 2u for gelu(g) = g (1 + tanh(u)) / 2 with u = sqrt(2 / pi) (g + 0.044715 g^3) (Hendrycks and Gimpel, arXiv
+// 1606.08415).
 LLM_COMM_DEVICE float twice_gelu_tanh_argument(float gate) {
   constexpr float kOfGate = 1.5957691216057308f;   // 2 sqrt(2 / pi)
-  constexpr float kOfCube = 0.07135481627159634f;  // 0.044715 times that
+  constexpr float kOfCube = 0.07135481627159634f;  // 0.044715 * kOfGate
   return gate * multiply_add(kOfCube, gate * gate, kOfGate);
 }
 
-// Activation of a gate times up. Both come rounded as the outputs of a plain layer are. So the bits are those of the
-// activation behind one. silu(g) = g / (1 + exp(-g)), and gelu(g) = g / (1 + exp(-2u)), because (1 + tanh(u)) / 2 is the
-// logistic function of 2u.
+// Returns activation(gate) * up, computed in fp32 and rounded once. Gate and up are already rounded to D, as the
+// outputs of a plain layer are. So the result is bitwise that of the same activation in a kernel after a plain layer.
+// silu(g) = g / (1 + exp(-g)). gelu(g) = g / (1 + exp(-2u)), because (1 + tanh(u)) / 2 is the logistic function of 2u.
 template <DataType D>
 LLM_COMM_DEVICE uint16_t activate_and_mul(LinearEpilogue epilogue, uint16_t gate_bits, uint16_t up_bits) {
   const float gate = Element<D>::value(gate_bits);

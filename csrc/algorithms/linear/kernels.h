@@ -1,5 +1,6 @@
-// The kernels of linear layers by types of factors and results, parts of the weight and rows of a box of x. They are compiled in translation units of their own, which
-// CMake makes (cmake/algorithms.cmake): for GPUs with the instructions that only one architecture has.
+// Look-up of the linear layer kernels by operand and result type, weight parts, block scales, and rows of a tile of x.
+// CMake generates the translation units that compile them (cmake/algorithms.cmake). They are separate because they are
+// also compiled for targets with architecture-specific instructions, such as sm_90a.
 #pragma once
 
 #include "algorithms/linear/args.h"
@@ -10,9 +11,9 @@ namespace llm_comm::inline LLM_COMM_TARGET {
 
 using LinearKernel = void (*)(LinearArgs);
 
-template <FactorType F, DataType D, uint32_t Parts>
+template <FactorType F, DataType D, uint32_t Parts, bool BlockScales = false>
 struct LinearKernels {
-  // nullptr where there is no such kernel. Defined in kernel.cuh, for the translation unit that compiles them.
+  // Returns nullptr if there is no such kernel. Defined in kernel.cuh, which the generated translation units include.
   static LinearKernel find(uint32_t token_rows);
 };
 
@@ -24,17 +25,25 @@ extern template struct LinearKernels<FactorType::kFloat8, DataType::kBFloat16, 1
 extern template struct LinearKernels<FactorType::kFloat8, DataType::kBFloat16, 2>;
 extern template struct LinearKernels<FactorType::kFloat8, DataType::kFloat16, 1>;
 extern template struct LinearKernels<FactorType::kFloat8, DataType::kFloat16, 2>;
+extern template struct LinearKernels<FactorType::kFloat8, DataType::kBFloat16, 1, true>;
+extern template struct LinearKernels<FactorType::kFloat8, DataType::kBFloat16, 2, true>;
+extern template struct LinearKernels<FactorType::kFloat8, DataType::kFloat16, 1, true>;
+extern template struct LinearKernels<FactorType::kFloat8, DataType::kFloat16, 2, true>;
 
-template <FactorType F, DataType D>
+template <FactorType F, DataType D, bool BlockScales = false>
 LinearKernel find_linear_kernel(LinearEpilogue epilogue, uint32_t token_rows) {
-  return weight_parts(epilogue) == 1 ? LinearKernels<F, D, 1>::find(token_rows)
-                                     : LinearKernels<F, D, 2>::find(token_rows);
+  return weight_parts(epilogue) == 1 ? LinearKernels<F, D, 1, BlockScales>::find(token_rows)
+                                     : LinearKernels<F, D, 2, BlockScales>::find(token_rows);
 }
 
-// Of types that are served (layer.h).
-inline LinearKernel find_linear_kernel(FactorType factors, DataType type, LinearEpilogue epilogue,
+// The operand and result type must be served together (linear::serves() in layer.h). Other pairs find a wrong kernel.
+inline LinearKernel find_linear_kernel(FactorType factors, DataType type, LinearEpilogue epilogue, bool block_scales,
                                        uint32_t token_rows) {
   const bool is_bf16 = type == DataType::kBFloat16;
+  if (block_scales) {
+    return is_bf16 ? find_linear_kernel<FactorType::kFloat8, DataType::kBFloat16, true>(epilogue, token_rows)
+                   : find_linear_kernel<FactorType::kFloat8, DataType::kFloat16, true>(epilogue, token_rows);
+  }
   if (factors == FactorType::kFloat8) {
     return is_bf16 ? find_linear_kernel<FactorType::kFloat8, DataType::kBFloat16>(epilogue, token_rows)
                    : find_linear_kernel<FactorType::kFloat8, DataType::kFloat16>(epilogue, token_rows);

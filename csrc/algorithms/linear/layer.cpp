@@ -13,40 +13,44 @@ static_assert(kMaxBlockOutputs == kMaxBoxRows);
 
 namespace {
 
-// Stages and boxes of a stage that a layer of a few tokens chooses among.
+// Candidate rings of layers with up to kMaxTokens tokens: stages, and tiles of a stage.
 struct Ring {
   uint32_t stages, stage_boxes;
 };
 constexpr Ring kRings[] = {{8, 1},  {12, 1}, {16, 1}, {4, 2}, {5, 2}, {6, 2}, {8, 2}, {10, 2},
                            {12, 2}, {16, 2}, {3, 4},  {4, 4}, {5, 4}, {7, 4}, {3, 8}};
-// Of blocks, for each multiprocessor: fewer were not measured.
+// Fewest thread blocks for each multiprocessor that candidate tilings may have. The time model was fitted to no fewer.
 constexpr double kFewestBlocks = 0.4;
-// What the driver takes of a multiprocessor's shared memory for each block, from sm_80 on (CUDA C++ Programming Guide, "Shared
-// Memory" of each compute capability).
+// Shared memory of a multiprocessor that the driver reserves for each resident block, from sm_80 on (CUDA C++
+// Programming Guide, "Shared Memory" of each compute capability).
 constexpr uint32_t kReservedBytes = 1024;
 
 uint32_t weight_rows(const LinearProblem& problem) { return weight_parts(problem.epilogue) * problem.outputs; }
 
-// Results are stored in lines, and a line needs as many rows of each part.
+// Granularity of block_outputs. Results are stored in 16-byte lines; a line needs kLineElements rows of each part.
 uint32_t rows_of_line(const LinearProblem& problem) { return weight_parts(problem.epilogue) * kLineElements; }
 
 uint32_t boxes_of_row(const LinearProblem& problem) { return problem.inputs / inputs_multiple(problem.factors); }
 
 uint32_t shared_bytes(const LinearProblem& problem, const LinearChoice& choice) {
   const uint32_t ring = choice.stages * stage_bytes(problem, choice);
-  // Instructions take 64 rows of a box of the weight, also where the last box has fewer.
+  // Instructions read 64 rows of a weight tile, even if it has fewer: room for this read after the last tile.
   const uint32_t beyond = (kMaxBoxRows - choice.block_outputs) * kBoxRowBytes;
+  // Block scales follow the ring, 4 bytes for each tile row. They are read for 64 rows of a weight tile, too. These
+  // bytes may overlap `beyond`, of which no result depends on any byte.
+  const uint32_t scales = has_block_scales(problem) ? (ring + beyond) / kBoxRowBytes * 4 : 0;
   const uint32_t sums = kTeams * token_rows(problem.tokens) * (choice.block_outputs + kSumsPadding) *
                         static_cast<uint32_t>(sizeof(float));
-  return kBoxAlignment + kHeaderBytes + std::max(ring + beyond, sums);
+  return kBoxAlignment + kHeaderBytes + std::max(ring + std::max(beyond, scales), sums);
 }
 
-// A stage is given back when the next one is being multiplied.
+// A stage is released while the next one is multiplied, so a ring that is used more than once needs two.
 uint32_t fewest_stages(const LinearProblem& problem, const LinearChoice& choice) {
   return boxes_of_row(problem) > choice.stage_boxes ? 2 : 1;
 }
 
-// One block for each multiprocessor, as far as that goes.
+// Rows of the weight of a block if each multiprocessor has one block. At most kMaxBlockOutputs; then there are more
+// blocks.
 uint32_t balanced_outputs(const LinearProblem& problem, uint32_t sm_count) {
   const uint64_t all = uint64_t{weight_rows(problem)} * token_tiles(problem.tokens);
   const uint64_t share = divide_up(all, uint64_t{std::max(sm_count, 1u)});
@@ -54,8 +58,8 @@ uint32_t balanced_outputs(const LinearProblem& problem, uint32_t sm_count) {
   return divide_up(static_cast<uint32_t>(share), rows_of_line(problem)) * rows_of_line(problem);
 }
 
-// As many as are balanced, or fewer, where 256 tokens and their sums would fill the shared memory of a block: that of sm_86, sm_89 and
-// sm_120 is 99 KiB.
+// balanced_outputs(), or fewer if the tiles and sums would not fit into shared memory. 256 tokens reach that limit on
+// sm_86, sm_89 and sm_120, where a block has 99 KiB.
 uint32_t fitting_outputs(const LinearProblem& problem, LinearChoice choice, uint32_t sm_count,
                          uint32_t max_shared_bytes) {
   choice.block_outputs = balanced_outputs(problem, sm_count);
@@ -79,7 +83,8 @@ double cost_of(const LinearProblem& problem, const LinearChoice& choice, uint32_
               sm_count);
 }
 
-// All that fit, with so many outputs of a block unless they are 0, and their costs.
+// Candidate tilings that fit into shared memory, with their costs in ascending order. `block_outputs`: only tilings
+// with this value; 0: with any.
 std::vector<std::pair<double, LinearChoice>> fitting(const LinearProblem& problem, uint32_t block_outputs,
                                                      uint32_t sm_count, uint32_t max_shared_bytes) {
   std::vector<std::pair<double, LinearChoice>> found;
@@ -93,12 +98,12 @@ std::vector<std::pair<double, LinearChoice>> fitting(const LinearProblem& proble
       const LinearChoice choice{outputs, std::min(ring.stages, divide_up(boxes, stage_boxes)), stage_boxes};
       const bool is_one_fetch = choice.stages == 1 && boxes > 1;
       if (is_one_fetch || shared_bytes(problem, choice) > max_shared_bytes) continue;
-      // A short row makes rings alike.
+      // With few tiles in a row several rings become equal.
       if (std::any_of(found.begin(), found.end(), [&](const auto& other) { return other.second == choice; })) continue;
       found.emplace_back(cost_of(problem, choice, sm_count, max_shared_bytes), choice);
     }
   }
-  // Of equal cost the first, whatever the library's order is: the same on all ranks.
+  // A stable sort: with equal costs all ranks must choose the same tiling, whatever their standard library is.
   std::stable_sort(found.begin(), found.end(), [](const auto& a, const auto& b) { return a.first < b.first; });
   return found;
 }
@@ -129,6 +134,12 @@ void check(const LinearProblem& problem) {
   };
   check_features(problem.inputs, "inputs", inputs_multiple(problem.factors));
   check_features(problem.outputs, "outputs", kMultiple);
+  if (!has_block_scales(problem) && problem.weight_scale != ScaleOf::kBlock) return;
+  if (problem.factors != FactorType::kFloat8) refuse("scales of blocks are for FP8");
+  if (problem.x_scale != problem.weight_scale) refuse("both operands have scales of blocks, or neither has");
+  if (problem.x_scale_token_stride == 0 || problem.x_scale_block_stride == 0) {
+    refuse("scales of blocks of x need strides of tokens and of blocks");
+  }
 }
 
 uint32_t stage_bytes(const LinearProblem& problem, const LinearChoice& choice) {
@@ -151,7 +162,7 @@ LinearChoice complete(const LinearProblem& problem, const LinearChoice& choice, 
     const auto found = fitting(problem, all.block_outputs, sm_count, max_shared_bytes);
     if (!found.empty()) all = found.front().second;
   }
-  // Boxes of many tokens are large: more stages of one box each hide more latency than few stages of two.
+  // Tiles of 128 or 256 tokens are large. More stages of one tile each hide more latency than fewer stages of two.
   const uint32_t boxes = boxes_of_row(problem);
   if (all.stage_boxes == 0) all.stage_boxes = problem.tokens > kMaxTokens ? 1 : std::min(boxes, 2u);
   check_range("stage_boxes", all.stage_boxes, kMaxStageBoxes);

@@ -1,4 +1,4 @@
-// What linear layers are served, how they are cut, and the grids that do it.
+// Linear layers on the host: supported problems, tilings, and launch configurations.
 #pragma once
 
 #include <cstdint>
@@ -14,7 +14,7 @@ inline constexpr OperationInfo kInfo{
     .name = "linear",
     .title = "linear layer",
     .buffers = {{"x"}, {"weight"}, {.name = "out", .is_output = true}, {.name = "bias", .is_optional = true}}};
-// Of FP8.
+// Layers with FP8 operands, which have two more buffers.
 inline constexpr OperationInfo kScaledInfo{.name = "linear",
                                            .title = "linear layer",
                                            .buffers = {{"x"},
@@ -24,62 +24,64 @@ inline constexpr OperationInfo kScaledInfo{.name = "linear",
                                                        {"x_scale"},
                                                        {"weight_scale"}}};
 
-// Of a few tokens: one block has them all.
+// Maximum tokens of a layer whose thread blocks each have all tokens.
 inline constexpr uint32_t kMaxTokens = 64;
-// Of many, cut into tiles.
+// Maximum tokens of a layer whose tokens are cut into tiles.
 inline constexpr uint32_t kMaxManyTokens = 1u << 20;
-inline constexpr uint32_t kMultiple = 64;  // of outputs, and of inputs that are not FP8
+inline constexpr uint32_t kMultiple = 64;  // outputs are multiples of it, and so are inputs unless they are FP8
 inline constexpr uint32_t kMaxFeatures = 1u << 24;
-inline constexpr uint32_t kLineElements = 8;
+inline constexpr uint32_t kLineElements = 8;  // elements of the result in a 16-byte line
 inline constexpr uint32_t kMaxBlockOutputs = 64;
 inline constexpr uint32_t kTeams = 2;
 inline constexpr uint32_t kThreads = kTeams * kTeamThreads + 32;
 inline constexpr uint32_t kMaxStages = 16;
 inline constexpr uint32_t kMaxStageBoxes = 8;
 inline constexpr uint32_t kBarrierBytes = 256;
-inline constexpr uint32_t kScalesBytes =
-    (kMaxTokens + 2 * kMaxBlockOutputs) * static_cast<uint32_t>(sizeof(float));  // and bias
-// In front of the stages, which begin where boxes may.
+// Scales of tokens, scales of rows, and bias of rows.
+inline constexpr uint32_t kScalesBytes = (kMaxTokens + 2 * kMaxBlockOutputs) * static_cast<uint32_t>(sizeof(float));
+// Bytes before the stages: barriers and scales. The stages begin at a multiple of kBoxAlignment, as tiles must.
 inline constexpr uint32_t kHeaderBytes = kBoxAlignment;
 static_assert(kBarrierBytes + kScalesBytes <= kHeaderBytes);
-// Between the sums of two tokens in shared memory, so that the threads of a warp meet in no bank.
+// Padding in floats between the sums of two tokens in shared memory. It avoids bank conflicts within a warp.
 inline constexpr uint32_t kSumsPadding = 4;
 
+// Returns whether there are kernels for this pair of operand type and result type.
 constexpr bool serves(FactorType factors, DataType type) {
   const bool is_bf16 = type == DataType::kBFloat16, is_fp16 = type == DataType::kFloat16;
   if (factors == FactorType::kFloat8) return is_bf16 || is_fp16;
   return factors == FactorType::kBFloat16 ? is_bf16 : is_fp16;
 }
 
-// Of inputs: whole boxes.
+// Multiple that the number of inputs must be: the columns of one tile.
 constexpr uint32_t inputs_multiple(FactorType factors) { return kBoxRowBytes / factor_bytes(factors); }
 
-// Whether there are kernels for many tokens too: prefills of engines whose tokens must not depend on their batch.
+// Returns whether there are kernels for more than kMaxTokens tokens. They are for prefills of batch-invariant engines.
 constexpr bool serves_many(FactorType factors, uint32_t weight_parts) {
   return factors != FactorType::kFloat8 && weight_parts == 1;
 }
 
-// Rows of a box of x, for which there is a kernel each.
+// Rows of a tile of x for this number of tokens. Each value has a kernel of its own.
 constexpr uint32_t token_rows(uint32_t tokens) {
   if (tokens > kMaxTokens) return tokens <= 128 ? 128 : 256;
   return tokens <= 8 ? 8 : tokens <= 16 ? 16 : tokens <= 32 ? 32 : 64;
 }
 
-// Into how many tiles the tokens are cut. Each has blocks of its own.
+// Number of tiles that the tokens are cut into. Each tile has thread blocks of its own.
 constexpr uint32_t token_tiles(uint32_t tokens) { return divide_up(tokens, token_rows(tokens)); }
 
-// Whether other blocks fetch the same boxes of the weight.
+// L2 eviction hint for the weight. With several token tiles other blocks fetch the same tiles of the weight.
 constexpr BoxUse use_of_weight(uint32_t tokens) { return token_tiles(tokens) > 1 ? BoxUse::kShared : BoxUse::kOnce; }
 
-// Throws std::invalid_argument for what no choice makes possible.
+// Throws std::invalid_argument for a problem that the kernels serve with no tiling.
 void check(const LinearProblem& problem);
-// What is worth a try on such a device, the fastest first as the kernel expects it; of many tokens that alone.
+// Tilings worth timing on a device, in ascending order of the time model's estimate (cost.h). For more than kMaxTokens
+// tokens only the default tiling. `max_shared_bytes`: shared memory available to one thread block.
 std::vector<LinearChoice> choices(const LinearProblem& problem, uint32_t sm_count, uint32_t max_shared_bytes);
-// The choice with all fields filled in, for a device of so many multiprocessors and so much shared memory for a block. Throws
-// std::invalid_argument for a choice that the kernel does not take.
+// Returns `choice` with its zero fields filled in for a device with `sm_count` multiprocessors. Throws
+// std::invalid_argument for a tiling that the kernel does not support or that exceeds `max_shared_bytes`.
 LinearChoice complete(const LinearProblem& problem, const LinearChoice& choice, uint32_t sm_count,
                       uint32_t max_shared_bytes);
-// Of a choice that is complete.
+// Bytes of one stage, and launch configuration. The tiling must be complete.
 uint32_t stage_bytes(const LinearProblem& problem, const LinearChoice& choice);
 Grid grid(const LinearProblem& problem, const LinearChoice& choice);
 

@@ -1,5 +1,5 @@
-// A linear layer: y = x W^T + b, as torch.nn.functional.linear, with or without the bias b, or what an epilogue makes
-// of it. No rank takes part but this one. x and W are of bf16 or fp16, or of FP8 with scales.
+// Problem and tiling of a linear layer: y = x W^T + b, as torch.nn.functional.linear, with an optional bias b and
+// activation. It is computed by one rank alone. x and W are bf16, fp16, or FP8 with scales.
 #pragma once
 
 #include <cstdint>
@@ -8,41 +8,52 @@
 
 namespace llm_comm {
 
-// What becomes of the products. g and u are the two halves of x W^T + b, gate and up of a gated MLP.
+// Activation of the layer. g and u are the two halves of x W^T + b, gate and up of a gated MLP.
 enum class LinearEpilogue : uint32_t {
   kNone,            // y = x W^T + b
   kSiluAndMul,      // y = silu(g) * u
   kGeluTanhAndMul,  // y = gelu(g) * u, with the approximation of gelu by tanh
 };
 
-// Matrices of `outputs` rows that the weight consists of, one behind the other.
+// Number of matrices of `outputs` rows that the weight consists of, one after the other.
 constexpr uint32_t weight_parts(LinearEpilogue epilogue) { return epilogue == LinearEpilogue::kNone ? 1 : 2; }
 
-// That are not scaled, for results of a type; any where there are none.
+// Operand type of layers without scales whose results have this type. Types that no kernel serves give kBFloat16;
+// linear::check() rejects them.
 constexpr FactorType factors_of_type(DataType type) {
   return type == DataType::kFloat16 ? FactorType::kFloat16 : FactorType::kBFloat16;
 }
 
-// Whose each scale of FP8 elements is. An element stands for its value times its scale.
-enum class ScaleOf : uint32_t { kTensor, kRow };
+// Granularity of the scales of an FP8 operand. An element stands for its value times its scale.
+enum class ScaleOf : uint32_t {
+  kTensor,
+  kRow,    // a token of x, or a row of the weight
+  kBlock,  // kScaleBlock inputs of a token, or of kScaleBlock rows of the weight; both operands have it or neither has
+};
+inline constexpr uint32_t kScaleBlock = 128;
 
 struct LinearProblem {
   uint32_t tokens;     // rows of x and y
   uint32_t inputs;     // columns of x and of the weight
   uint32_t outputs;    // columns of y, rows of each part of the weight
-  FactorType factors;  // of x and of the weight
-  DataType type;       // of y: that of the factors, unless they are FP8
+  FactorType factors;  // element type of x and of the weight
+  DataType type;       // element type of y: the same, unless operands are FP8
   LinearEpilogue epilogue = LinearEpilogue::kNone;
-  // Of FP8, and no others.
+  // FP8 only.
   ScaleOf x_scale = ScaleOf::kTensor;
   ScaleOf weight_scale = ScaleOf::kTensor;
+  // kBlock only: strides of the scales of x, in elements, between tokens and between blocks of inputs.
+  uint32_t x_scale_token_stride = 0;
+  uint32_t x_scale_block_stride = 0;
 };
 
-// 0: as the layer finds best.
+constexpr bool has_block_scales(const LinearProblem& problem) { return problem.x_scale == ScaleOf::kBlock; }
+
+// Tiling of a layer. linear::complete() fills in fields that are 0. Results do not depend on it.
 struct LinearChoice {
-  uint32_t block_outputs = 0;  // rows of the weight that a block multiplies, as many of each part
-  uint32_t stages = 0;         // of the ring of boxes in shared memory
-  uint32_t stage_boxes = 0;    // boxes of the weight in a stage, and as many of x
+  uint32_t block_outputs = 0;  // rows of the weight of a thread block, the same number of each part
+  uint32_t stages = 0;         // stages of the ring in shared memory
+  uint32_t stage_boxes = 0;    // TMA tiles of the weight in a stage, and of x
 
   bool operator==(const LinearChoice&) const = default;
 };

@@ -80,6 +80,7 @@ LLM_COMM_DEVICE void barrier_wait(SharedPlace barrier, uint32_t parity) {
 
 // With TMA one thread arrives and announces the bytes. With cp.async each lane arrives after its own copies.
 inline constexpr uint32_t kFetchArrivals = LLM_COMM_HAS_TMA ? 1 : kWarpThreads;
+inline constexpr uint32_t kNumberArrivals = LLM_COMM_HAS_TMA ? kWarpThreads : 0;
 
 LLM_COMM_DEVICE void fetch_begin(SharedPlace full, uint32_t bytes) {
 #if LLM_COMM_HAS_TMA
@@ -134,10 +135,15 @@ LLM_COMM_DEVICE void fetch_boxes(SharedPlace to, const MatrixView& matrix, uint3
 #endif
 }
 
+LLM_COMM_DEVICE void fetch_number(SharedPlace to, const float* from) {
+  asm volatile("cp.async.ca.shared.global [%0], [%1], 4;" ::"r"(to), "l"(from) : "memory");
+}
+
+template <bool Numbers = false>
 LLM_COMM_DEVICE void fetch_end(SharedPlace full) {
-#if !LLM_COMM_HAS_TMA
-  asm volatile("cp.async.mbarrier.arrive.noinc.shared.b64 [%0];" ::"r"(full) : "memory");
-#endif
+  if constexpr (Numbers || !LLM_COMM_HAS_TMA) {
+    asm volatile("cp.async.mbarrier.arrive.noinc.shared.b64 [%0];" ::"r"(full) : "memory");
+  }
 }
 
 // ---- Multiplying -------------------------------------------------------------------------------------------------

@@ -9,6 +9,7 @@
 namespace llm_comm::inline LLM_COMM_TARGET {
 
 inline constexpr uint32_t kFetchArrivals = 1;
+inline constexpr uint32_t kNumberArrivals = 0;
 
 using SharedPlace = char*;
 
@@ -64,7 +65,11 @@ LLM_COMM_DEVICE void fetch_boxes(SharedPlace to, const MatrixView& matrix, uint3
   }
 }
 
+LLM_COMM_DEVICE void fetch_number(SharedPlace to, const float* from) { *pointer_to<float>(to) = load_plain(from); }
+
+template <bool Numbers = false>
 LLM_COMM_DEVICE void fetch_end(SharedPlace full) {
+  if constexpr (Numbers) warp_sync();  // the numbers of all lanes
   if (is_first_lane()) barrier_arrive(full);
 }
 

@@ -22,6 +22,8 @@
 //                 at `to`. Rows and columns beyond the matrix are filled with zeros. `use`: L2 eviction hint.
 //                 With parts > 1 a tile has rows / parts rows of each part of the matrix, a multiple of 8, from row
 //                 `row` of the part on; the rows of the first part come first.
+//                 fetch_number(to, from): each lane copies four bytes to the stage. `full` then expects
+//                 kFetchArrivals + kNumberArrivals arrivals, and fetch_end<true>(full) ends the stage.
 // Multiplying     By kTeamThreads threads (a warpgroup) whose first index is a multiple of kTeamThreads: a tile of
 //                 outputs times a tile of tokens, accumulated in fp32. Each thread holds tokens / 2 values in `sums`;
 //                 fragment.cuh says which. Outputs beyond the rows of the tile have undefined values.

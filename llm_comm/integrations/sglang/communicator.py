@@ -258,7 +258,8 @@ def _set_up_linears(group: Any, communicator: Communicator, model: Model | None)
         activates = TABLE.attempt(seams.SILU_AND_MUL) is None
         layers: Iterable[Layer] = ()
         if model is not None:
-            layers = layers_to_measure(model, group.world_size, activates and model.is_activated_in_sglang)
+            with_activation = activates and model.is_activated_in_sglang
+            layers = layers_to_measure(model, group.world_size, with_activation, with_block_scales=False)
         found = layer_tuning.tune(communicator, group.cpu_group, layers, logger)
         why_not = why_not_preferred(communicator)
     if why_not is None:

@@ -1,26 +1,26 @@
-"""SGLang's linear layers by llm_comm: of a few tokens, where norms sum (``fused_norm.py``).
+"""Hooks in SGLang that compute linear layers of few tokens by llm_comm, in models whose all-reduces are fused with
+norms (``fused_norm.py``).
 
-A decode step is a chain of layers, sums and norms. The kernel of llm_comm begins to fetch its weight while the kernels
-before it still run, where those let it; llm_comm's sums do. So it computes the layers in front of sums over the
-tensor-parallel group, and those behind, of the norm's output: ``RowParallelLinear`` and ``ColumnParallelLinear``, which
-the layers of qkv and of gate and up are kinds of. Whether a sum is left to a norm or made at once cannot be told where
-the matrix is multiplied; either is the next kernel, and begins early too.
+Which layers. A decode step is a chain of layers, all-reduces and norms. llm_comm's linear kernel fetches its weight
+while earlier kernels run, if those trigger early, as llm_comm's all-reduce kernels do. So llm_comm computes the layers
+before and after an all-reduce of the tensor-parallel group: ``RowParallelLinear`` and ``ColumnParallelLinear``. The
+classes of qkv and of gate and up derive from the latter.
 
-Two methods of ``UnquantizedLinearMethod`` are hooked. ``create_weights`` marks a layer that is of the kind, once, so
-that compiled graphs know; ``apply`` asks llm_comm for marked layers, and goes SGLang's way where that declines.
-A second mark is for gate and up with silu-and-mul (``gated_mlps.py``).
-A layer takes no other rank: nothing would wait if ranks chose differently. They do not: the mark depends on the layer's
-shape, the options and the table, which ranks have compared.
+Hooks. Two methods of ``UnquantizedLinearMethod`` are hooked. ``create_weights`` marks suitable layers once, so that
+compiled graphs have a constant. ``apply`` calls llm_comm for marked layers, and SGLang's method if llm_comm declines.
+A second mark is for gate and up with silu-and-mul (``gated_mlps.py``). A layer involves no other rank, so ranks that
+chose differently would not hang. They choose alike: the mark depends on the layer's shape, the options and the table,
+which the ranks have compared.
 
-The weight is read before the kernels ahead have ended, so it must not be written in the stream of the layer just
-before: weights that SGLang fetches from the host for each pass (``--cpu-offload-gb``, ``--offload-group-size``) are
-tensors in place of parameters, and left alone. So is a layer with such a bias. The bias of a layer split by rows is
-given by SGLang on rank 0 alone.
+Early reads. llm_comm reads weight and bias before earlier kernels of the stream have ended, so a kernel just before the
+layer must not write them. Weights that SGLang copies from the host for each pass (``--cpu-offload-gb``,
+``--offload-group-size``) are plain tensors in place of parameters. Layers with such a weight or bias use SGLang's
+method. SGLang passes the bias of a row-parallel layer on rank 0 only.
 
-All of SGLang's methods for FP8 with a scale for each output of the weight (its default on Hopper) quantize x and call
-``fp8_scaled_mm`` of ``fp8_utils``: that function is hooked. It is not told which layer it computes, and need not be. So
-replicated layers go by llm_comm too, where their shape is preferred. Scales of blocks, and one scale for the whole
-weight, go other ways in SGLang, and stay there. So do graphs of torch.compile, which keep SGLang's operator.
+FP8. All of SGLang's methods with a scale for each output of the weight, its default on Hopper, quantize x and call
+``fp8_scaled_mm`` of ``fp8_utils``. That function is hooked. It does not receive the layer, so replicated layers of a
+preferred shape are computed by llm_comm too. Layers with block scales or one scale for the weight use other functions
+of SGLang, which are not hooked. Graphs of torch.compile keep SGLang's FP8 operator.
 """
 
 from __future__ import annotations
@@ -42,24 +42,24 @@ logger = logging.getLogger("sglang.llm_comm")
 _LAYERS = "sglang.srt.layers.linear"
 _UNQUANTIZED = "sglang.srt.layers.quantization.unquant"
 
-# Those of ``--bf16-gemm-backend`` by which SGLang leaves a layer to torch, and so to cuBLAS.
+# Values of ``--bf16-gemm-backend`` with which SGLang uses torch, and so cuBLAS.
 _CUBLAS = ("auto", "torch")
 
-# Types of a bias that llm_comm reads, or that there is none. A tensor in place of a parameter may have just been made.
+# Types of a bias that llm_comm may read early: a parameter, or no bias. The stream may still be writing a plain tensor.
 _BIASES = (torch.nn.Parameter, type(None))
 
-# Opaque to torch.compile: graphs are traced with one number of tokens and run with others.
+# The operator is opaque to torch.compile: a graph is traced with one number of tokens and runs with others.
 _library = torch.library.Library("llm_comm_sglang", "FRAGMENT")
 _library.define("linear(Tensor x, Tensor weight, Tensor? bias) -> Tensor", tags=(torch.Tag.needs_fixed_stride_order,))
 
 
 class _SGLang:
-    """What of SGLang the hooks need.
+    """Objects of SGLang that the hooks use. ``set_up`` fills them in.
 
     Attributes:
-        row_parallel: The class of the layers that are summed over ranks.
-        column_parallel: That of the layers whose outputs are split over ranks.
-        unquantized: The module with SGLang's own kernels for layers without quantization.
+        row_parallel: Class of layers whose results are summed over ranks.
+        column_parallel: Class of layers whose outputs are split over ranks.
+        unquantized: Module with SGLang's kernels for layers without quantization.
     """
 
     row_parallel: Any = None
@@ -68,7 +68,7 @@ class _SGLang:
 
 
 def set_up() -> None:
-    """Look up what the hooks need.
+    """Look up the objects of SGLang that the hooks use.
 
     Raises:
         Exception: SGLang lacks a name.
@@ -80,7 +80,7 @@ def set_up() -> None:
 
 
 def activate() -> None:
-    """llm_comm computes the layers of models that are made from now on. To be called on all ranks."""
+    """Let llm_comm compute the layers of models that are created after this call. Call it on all ranks."""
     State.computes_linears = True
     _say_that_they_are_sglangs.cache_clear()
 
@@ -90,14 +90,14 @@ def activate() -> None:
 
 def create_weights(theirs: Any, method: Any, layer: Any, *args: Any, **kwargs: Any) -> None:
     theirs(method, layer, *args, **kwargs)
-    # Kept with the layer: its forward may be compiled.
+    # Attributes of the layer, because its forward may be compiled: there they are constants.
     may_compute = State.is_active and State.computes_linears and _is_of_the_kind(layer)
     layer.llm_comm_computes = may_compute and _wants(layer)
     layer.llm_comm_activates = may_compute and _is_gate_and_up(layer) and _wants(layer, silu_and_mul=True)
 
 
 def _is_of_the_kind(layer: Any) -> bool:
-    """Whether ``layer``, which has its weight by now, is split over the group, by columns or by rows."""
+    """Return whether ``layer`` is split over the tensor-parallel group, by columns or by rows."""
     if _ranks_of(layer) != State.group.world_size or not all_sums_are_of_the_group():
         return False
     if isinstance(layer, _SGLang.column_parallel):
@@ -106,13 +106,13 @@ def _is_of_the_kind(layer: Any) -> bool:
 
 
 def _is_gate_and_up(layer: Any) -> bool:
-    """Return whether ``layer`` has two outputs of one size. That they are gate and up, only its MLP knows."""
+    """Return whether ``layer`` has two outputs of equal size. Its MLP confirms that they are gate and up."""
     sizes: Any = getattr(layer, "output_sizes", ())
     return len(sizes) == 2 and sizes[0] == sizes[1] and not layer.gather_output
 
 
 def _wants(layer: Any, silu_and_mul: bool = False) -> bool:
-    """Return whether llm_comm is to compute ``layer``, alone or with silu-and-mul, for some number of tokens."""
+    """Return whether llm_comm is preferred for ``layer``, alone or with silu-and-mul, at some number of tokens."""
     communicator = getattr(State.group.ca_comm, "communicator", None)
     if communicator is None or layer.weight.dtype not in (torch.bfloat16, torch.float16):
         return False
@@ -128,14 +128,14 @@ def _wants(layer: Any, silu_and_mul: bool = False) -> bool:
 
 
 def _ranks_of(layer: Any) -> int | None:
-    """Over how many ranks ``layer`` is split; None if this SGLang does not tell."""
+    """Return the number of ranks that ``layer`` is split over; None if this version of SGLang does not tell."""
     if not hasattr(layer, "tp_group"):  # before 0.5.22
         return getattr(layer, "tp_size", None)
     return 1 if layer.tp_group is None else int(layer.tp_group.world_size)
 
 
 def _their_backend() -> str:
-    """Who computes such layers in SGLang: known before there is a model."""
+    """Return SGLang's backend for bf16 layers. SGLang sets it before it creates a model."""
     return str(_SGLang.unquantized.get_bf16_gemm_backend().value)
 
 
@@ -155,7 +155,7 @@ def _say_that_they_are_sglangs(backend: str) -> None:
 def apply(theirs: Any, method: Any, layer: Any, x: torch.Tensor, bias: torch.Tensor | None = None) -> Any:
     if getattr(layer, "llm_comm_computes", False):
         weight = layer.weight
-        # Not a tensor in its place: someone may have just made that.
+        # Parameters only: the stream may still be writing a plain tensor.
         if type(weight) is torch.nn.Parameter and type(bias) in _BIASES:
             if not torch.compiler.is_compiling():
                 result = by_llm_comm("linear", x, weight, bias)
@@ -167,7 +167,11 @@ def apply(theirs: Any, method: Any, layer: Any, x: torch.Tensor, bias: torch.Ten
 
 
 def by_llm_comm(operation: str, *operands: torch.Tensor | None) -> torch.Tensor | None:
-    """By the method ``operation`` of llm_comm, in a new tensor; None if it declines, or has left the group."""
+    """Call ``operation`` of the group's communicator.
+
+    Returns:
+        A new tensor. None: llm_comm declines, or has left the group.
+    """
     group = State.group
     compute = None if group is None else getattr(group.ca_comm, operation, None)
     result: torch.Tensor | None = None if compute is None else compute(*operands)
@@ -175,10 +179,10 @@ def by_llm_comm(operation: str, *operands: torch.Tensor | None) -> torch.Tensor 
 
 
 def _linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-    """The operator of compiled graphs."""
+    """Implementation of the operator of compiled graphs: llm_comm, or SGLang's kernels if it declines."""
     result = by_llm_comm("linear", x, weight, bias)
     if result is None:
-        # A layer without our mark: SGLang's own kernels.
+        # A layer without the mark, so that apply() calls SGLang's kernels.
         result = _SGLang.unquantized.UnquantizedLinearMethod().apply(SimpleNamespace(weight=weight), x, bias)
     return result
 
@@ -203,12 +207,15 @@ def around_fp8_scaled_mm(
     out_dtype: torch.dtype,
     bias: torch.Tensor | None = None,
 ) -> Any:
-    """``x @ weight``, scaled: weight is [inputs, outputs], the transpose of a contiguous tensor."""
+    """Compute the scaled ``x @ weight`` by llm_comm, or by SGLang (``theirs``) if llm_comm declines.
+
+    ``weight`` is [inputs, outputs], the transpose of a contiguous tensor.
+    """
     if (
         State.is_active
         and State.computes_linears
         and not torch.compiler.is_compiling()
-        # Not a tensor in its place: someone may have just made that.
+        # Parameters only: the stream may still be writing a plain tensor.
         and type(weight) is torch.nn.Parameter
         and type(weight_scale) is torch.nn.Parameter
         and type(bias) in _BIASES

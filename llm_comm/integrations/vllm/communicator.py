@@ -231,14 +231,24 @@ class LlmCommCommunicator(CudaCommunicator):  # type: ignore[misc]
         """Compute a linear layer of batch-invariant mode (``invariant_linear.py``); None after ``destroy``."""
         return self._try_linear(linear.linear_of_any_batch, x, weight, linear.FIRST_INVARIANT_LINEAR)
 
-    def prefers_linear(self, outputs: int, inputs: int, fp8: bool = False) -> bool:
+    def prefers_linear(self, outputs: int, inputs: int, fp8: bool = False, block_scales: bool = False) -> bool:
         """Return whether llm_comm is preferred for a linear layer at some batch size up to ``max_linear_tokens``."""
-        return self._prefers(outputs, inputs, silu_and_mul=False, fp8=fp8)
+        return self._prefers(outputs, inputs, silu_and_mul=False, fp8=fp8, block_scales=block_scales)
 
-    def prefers_linear_silu_and_mul(self, outputs: int, inputs: int, fp8: bool = False) -> bool:
+    def prefers_linear_silu_and_mul(
+        self, outputs: int, inputs: int, fp8: bool = False, block_scales: bool = False
+    ) -> bool:
         """Return whether llm_comm is preferred for gate and up with their activation, at some batch size up to
         ``max_linear_tokens``. ``outputs`` is the number of outputs of gate alone."""
-        return self._prefers(outputs, inputs, silu_and_mul=True, fp8=fp8)
+        return self._prefers(outputs, inputs, silu_and_mul=True, fp8=fp8, block_scales=block_scales)
+
+    def prefers_blocks(self, outputs: int, inputs: int, tokens: int, silu_and_mul: bool) -> bool:
+        """Return whether llm_comm is preferred for an FP8 layer with block scales at this number of tokens."""
+        communicator = self._llm_comm
+        if communicator is None:
+            return False
+        prefers = communicator.prefers_linear_silu_and_mul if silu_and_mul else communicator.prefers_linear
+        return prefers(outputs, inputs, tokens, fp8=True, block_scales=True)
 
     # vLLM 0.33 calls these four methods on all groups and all of their ranks. vLLM 0.26 does not have them.
 

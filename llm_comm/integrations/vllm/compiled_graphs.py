@@ -1,8 +1,7 @@
-"""Compiled graphs with llm_comm's operators: which batches vLLM compiles them for, and what vLLM and inductor have to
-tell them apart by.
+"""Compiled graphs with llm_comm's operators: the batch ranges that vLLM compiles, and the keys of its compile cache.
 
-Graphs are kept on disk. A process must not be given one that was compiled by other passes, for other operators, or
-under another choice of what they replace.
+vLLM and inductor keep compiled graphs on disk. A process must not load a graph that was compiled with other passes,
+with other operators, or with another choice of replaced layers.
 """
 
 from __future__ import annotations
@@ -20,9 +19,10 @@ from llm_comm.planning import layers
 
 logger = logging.getLogger("vllm.llm_comm")
 
-#: Key of additional_config that tells compiled graphs with the operators from those without.
+#: Key in vLLM's additional_config, which is part of the compile cache key.
 MARK = "llm_comm_fusion"
 
+#: Modules in this package whose text is part of the cache key: a change may change the graphs.
 _SOURCES = (
     "fusion_pass.py",
     "fusion_patterns.py",
@@ -33,16 +33,18 @@ _SOURCES = (
 
 
 def digest_of_sources() -> str:
-    """Differs between versions of the operators and of the passes."""
+    """Return a hash of the sources of the operators and passes, as part of cache keys."""
     here = Path(__file__)
-    # The last of them says which layers are preferred, by which the passes go.
+    # planning/layers.py decides which layers are preferred, and the passes replace those.
     sources = (*map(here.with_name, _SOURCES), Path(layers.__file__))
     return hashlib.sha256(b"".join(source.read_bytes() for source in sources)).hexdigest()
 
 
 def preferred_layers(communicator: Communicator) -> str:
-    """Differs where ``Communicator.prefers_linear`` or ``prefers_linear_silu_and_mul`` could: made of all that they
-    depend on."""
+    """Return a hash of everything that ``Communicator.prefers_linear`` and ``prefers_linear_silu_and_mul`` depend on.
+
+    Communicators with equal hashes prefer the same layers.
+    """
     config = communicator.config
     rows = [tuple(row.without_figures()) for row in communicator.table.layers]
     by_size = layers.is_measured(communicator.limits)
@@ -50,44 +52,44 @@ def preferred_layers(communicator: Communicator) -> str:
 
 
 def value(max_fused_bytes: int, max_linear_tokens: int, linear_key: str) -> str:
-    """What goes under ``MARK``.
+    """Return the value for the key ``MARK``.
 
     Args:
-        max_fused_bytes: Larger messages keep their norms apart.
-        max_linear_tokens: The same of linear layers; 0: all of them are vLLM's.
+        max_fused_bytes: Largest message, in bytes, whose all-reduce is fused with its norm.
+        max_linear_tokens: Largest batch, in tokens, whose linear layers llm_comm may compute; 0: vLLM computes all.
         linear_key: ``preferred_layers`` of the group whose all-reduces are fused.
     """
     key = f"{digest_of_sources()} {max_fused_bytes}"
-    # Without linear layers, tables and options that are about them change no graph.
+    # With 0 no linear layer is replaced, so the tables and options of linear layers change no graph.
     return key if max_linear_tokens == 0 else f"{key} {max_linear_tokens} {linear_key}"
 
 
 def new_endpoints(vllm_config: Any, max_fused_bytes: int, max_linear_tokens: int) -> list[int]:
-    """Batches up to these sizes need graphs of their own; none where one graph serves all.
+    """Return endpoints, in tokens, that llm_comm adds to vLLM's compile ranges; [] if one graph serves all batches.
 
     Args:
-        vllm_config: Of the model.
-        max_fused_bytes: Larger messages keep their norms apart.
-        max_linear_tokens: The same of linear layers; 0: all of them are vLLM's.
+        vllm_config: vLLM's configuration.
+        max_fused_bytes: Largest message, in bytes, whose all-reduce is fused with its norm.
+        max_linear_tokens: Largest batch, in tokens, whose linear layers llm_comm may compute; 0: vLLM computes all.
     """
     endpoints = vllm_config.compilation_config.compile_ranges_endpoints
     if not endpoints:
         return []
     fused = max_fused_tokens(vllm_config, max_fused_bytes)
     found = {max_linear_tokens} if max_linear_tokens > 0 else set()
-    if fused is not None and fused > 1:  # a graph for one token alone would not be worth its compilation
+    if fused is not None and fused > 1:  # a graph for one token only is not worth its compilation
         found.add(fused)
-    return sorted(tokens for tokens in found if tokens < endpoints[-1])  # the last one is vLLM's bound of a batch
+    return sorted(tokens for tokens in found if tokens < endpoints[-1])  # the last is vLLM's largest batch
 
 
 def max_fused_tokens(vllm_config: Any, max_fused_bytes: int) -> int | None:
-    """The largest batch, in tokens, that is fused; None if the configuration has no model."""
+    """Return the largest batch, in tokens, whose all-reduces are fused with norms; None without a model."""
     model = vllm_config.model_config
     return None if model is None else max_fused_bytes // (model.get_hidden_size() * model.dtype.itemsize)
 
 
 @functools.cache
 def log_once(text: str) -> None:
-    """Logs what was done to a graph. The layers of a model are graphs of their own, most of them alike."""
+    """Log once, on rank 0, what was done to a graph. vLLM splits a model into graphs, most of them alike."""
     if dist.get_rank() == 0:
         logger.info(text)

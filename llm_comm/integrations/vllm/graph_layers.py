@@ -1,11 +1,18 @@
 """Linear layers in graphs of vLLM's compiler, for the passes that replace them.
 
-In both supported versions of vLLM a linear layer without bias is ``mm(x, permute(weight))`` there, between reshapes
-where activations have more than two dimensions. With bias it is an ``addmm``. Where pointwise operators alone take the
-result on a GPU, inductor of older torch makes the sum of the bias and an ``mm`` of that. A layer of FP8 whose scales
-are those of tensors, of tokens or of outputs is ``cutlass_scaled_mm`` on Hopper. That writes into an empty tensor, and
-takes the weight transposed, as it is kept, and a bias. Other quantized layers are other operators of vLLM's, or have
-scales of blocks. They are left alone.
+Forms of a layer in the graphs of both supported versions of vLLM:
+
+- Without bias: ``mm(x, permute(weight))``, between reshapes if activations have more than two dimensions.
+- With bias: ``addmm``. Inductor of older torch turns it into ``add(bias, mm)`` if only pointwise operators use the
+  result on a GPU.
+- FP8 with scales of tensors, tokens or outputs, on Hopper: ``cutlass_scaled_mm``. It takes the transposed weight and
+  a bias, and writes into an empty tensor.
+- FP8 with block scales, with FlashInfer and DeepGEMM: ``dynamic_flashinfer_deepgemm_blockscale_gemm``. It takes x in
+  bf16 and quantizes it. The weight is [outputs, inputs].
+- FP8 with block scales, with DeepGEMM alone: ``fp8_gemm_nt_op``. It takes x in FP8 with its scales, and writes into an
+  empty tensor. The weight is [outputs, inputs].
+
+Other quantized layers use other operators of vLLM and are not replaced.
 """
 
 from __future__ import annotations
@@ -17,75 +24,86 @@ from typing import Any, NamedTuple
 import torch
 from torch._higher_order_ops.auto_functionalize import auto_functionalized
 
-from llm_comm.operations.fp8 import FP8
+from llm_comm.operations.fp8 import FP8, GROUP_SIZE
 
 Node = torch.fx.Node
-#: Types of activations that llm_comm computes with.
+#: Dtypes of activations of layers without FP8, and of results.
 DTYPES = (torch.bfloat16, torch.float16)
 _aten = torch.ops.aten
-#: Before inductor tidies the graph, and after.
+#: Targets of reshapes: both forms occur, depending on whether inductor has normalized the graph.
 RESHAPES = (_aten.view.default, _aten.reshape.default)
 
 
 class Scales(NamedTuple):
-    """Of a layer of FP8."""
+    """Scales of an FP8 layer."""
 
-    x: Node
-    #: An input of the graph.
+    #: Scales of x. None: x is bf16, and the operator quantizes it.
+    x: Node | None
+    #: Scales of the weight, an input of the graph.
     weight: Node
 
 
 class Layer(NamedTuple):
-    """A linear layer in a graph, of a shape that llm_comm may compute."""
+    """Linear layer in a graph, of a shape and layout that llm_comm may compute."""
 
     x: Node
-    #: An input of the graph, [outputs, inputs]; of FP8 its transpose.
+    #: Input of the graph, [outputs, inputs]; [inputs, outputs] for FP8 without block scales.
     weight: Node
-    #: Added to the product, an input of the graph, [outputs]; None: nothing is.
+    #: Bias, an input of the graph, [outputs], or None.
     bias: Node | None
-    #: The result, as a matrix.
+    #: Node of the result as a matrix, [tokens, outputs].
     mm: Node
-    #: What is of no use without ``mm``, the last one first.
+    #: Nodes that only ``mm`` needs, from last to first in the graph.
     before: tuple[Node, ...]
-    #: Of the result; None where it is taken as it is.
+    #: Reshape of the result, or None.
     reshape: Node | None
-    #: Of FP8.
+    #: Scales of FP8 operands; None for other dtypes.
     scales: Scales | None = None
+    #: The scales are block scales.
+    blocks: bool = False
 
     @property
     def shape(self) -> tuple[int, int]:
-        """Outputs and inputs."""
+        """Numbers of outputs and inputs."""
         value: torch.Tensor = self.weight.meta["val"]
         rows, columns = value.shape
-        return (rows, columns) if self.scales is None else (columns, rows)
+        return (rows, columns) if self.scales is None or self.blocks else (columns, rows)
+
+    @property
+    def kind(self) -> tuple[bool, bool]:
+        """Operands are FP8, and the scales are block scales: ``fp8`` and ``block_scales`` of ``prefers_linear``."""
+        return self.scales is not None, self.blocks
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of the result."""
+        """Dtype of the result."""
         value: torch.Tensor = self.mm.meta["val"]
         return value.dtype
 
     @property
     def operands(self) -> tuple[Node | None, ...]:
-        """Weight, bias and scales, as an operator takes them."""
+        """Weight, bias, scales of x and scales of the weight, in the order of the operators."""
         return self.weight, self.bias, *((None, None) if self.scales is None else self.scales)
 
     def nodes(self) -> list[Node]:
-        """Those that are of no use without the layer, the last one first."""
+        """Return the nodes that only the layer needs, from last to first in the graph."""
         return [node for node in (self.reshape, self.mm, *self.before) if node is not None]
 
 
 def layer_of(y: Node) -> Layer | None:
-    """The linear layer whose result ``y`` is, reshaped or not; None where there is none that llm_comm may compute."""
+    """Return the linear layer that computes ``y``, reshaped or not. None: ``y`` is no layer that llm_comm may compute.
+
+    Weight, bias and scales of the weight must be inputs of the graph. llm_comm reads them before earlier kernels have
+    ended, so none may be computed in the graph.
+    """
     reshape = y if y.target in RESHAPES else None
     mm: Any = y if reshape is None else reshape.args[0]
     if not isinstance(mm, Node) or (reshape is not None and len(mm.users) != 1):
         return None
-    layer = _plain_layer(mm, reshape) or _scaled_layer(mm, reshape)
-    # They are read before the kernels ahead have ended: none that is computed in the graph will do.
+    layer = _plain_layer(mm, reshape) or _scaled_layer(mm, reshape) or _block_layer(mm, reshape)
     if layer is None or layer.weight.op != "placeholder" or not _is_bias(layer):
         return None
-    return layer if _are(y.meta["val"].shape[-1:], layer.shape[:1]) else None  # of whole rows
+    return layer if _are(y.meta["val"].shape[-1:], layer.shape[:1]) else None  # the reshape must keep whole rows
 
 
 def _plain_layer(mm: Any, reshape: Node | None) -> Layer | None:
@@ -93,7 +111,7 @@ def _plain_layer(mm: Any, reshape: Node | None) -> Layer | None:
     before: tuple[Node, ...] = ()
     if mm.target is _aten.mm.default:
         x, transposed = mm.args
-    elif mm.target is _aten.addmm.default and len(mm.args) == 3 and set(mm.kwargs.values()) <= {1}:  # no factors
+    elif mm.target is _aten.addmm.default and len(mm.args) == 3 and set(mm.kwargs.values()) <= {1}:  # alpha, beta
         bias, x, transposed = mm.args
     elif mm.target is _aten.add.Tensor and not mm.kwargs:
         products = [node for node in mm.args if isinstance(node, Node) and node.target is _aten.mm.default]
@@ -113,25 +131,68 @@ def _plain_layer(mm: Any, reshape: Node | None) -> Layer | None:
 
 
 def _scaled_layer(mm: Any, reshape: Node | None) -> Layer | None:
-    scaled_mm = getattr(torch.ops._C, "cutlass_scaled_mm", None)  # not in every build of vLLM
-    if scaled_mm is None or mm.target is not operator.getitem or mm.args[1] != 1:  # 0: what it returns, which is None
+    call = _writing_call(mm, getattr(torch.ops._C, "cutlass_scaled_mm", None))  # some builds of vLLM lack it
+    if call is None:
         return None
-    call = mm.args[0]
-    if call.target is not auto_functionalized or call.args[0] is not scaled_mm.default:
-        return None
-    given = call.kwargs
+    given: Any = call.kwargs
     x, weight, scales = given["a"], given["b"], Scales(given["a_scales"], given["b_scales"])
     if scales.weight.op != "placeholder":
         return None
     if {node.meta["val"].dtype for node in (x, weight)} != {FP8} or mm.meta["val"].dtype not in DTYPES:
         return None
-    if not _fit(x, weight) or not _are_of_rows(scales, weight.meta["val"].shape[1]):
+    if not _fit(x, weight) or not _are_of_rows(given["a_scales"], scales.weight, weight.meta["val"].shape[1]):
         return None
     return Layer(x, weight, given.get("bias"), mm, (call, given["out"]), reshape, scales)
 
 
+def _writing_call(result: Any, operator_: Any) -> Node | None:
+    """Return the call of ``operator_`` that writes its result into the tensor ``result``, or None."""
+    if operator_ is None or result.target is not operator.getitem or result.args[1] != 1:  # 0: None, its result
+        return None
+    call: Node = result.args[0]
+    is_it = call.target is auto_functionalized and call.args[0] is operator_.default
+    return call if is_it else None
+
+
+def _block_layer(mm: Any, reshape: Node | None) -> Layer | None:
+    # vLLM defines both operators in its FP8 modules, so they may be absent.
+    both = getattr(torch.ops.vllm, "dynamic_flashinfer_deepgemm_blockscale_gemm", None)
+    call = _writing_call(mm, getattr(torch.ops.vllm, "fp8_gemm_nt_op", None))
+    before: tuple[Node, ...] = ()
+    if call is not None:
+        given: Any = call.kwargs
+        x, weight, scales = given["q_input"], given["weight"], Scales(given["input_scale"], given["weight_scale"])
+        before = (call, given["output"])
+    elif both is not None and mm.target is both.default and mm.args[3] == GROUP_SIZE:
+        x, weight, scales = mm.args[0], mm.args[1], Scales(None, mm.args[2])
+    else:
+        return None
+    of_x, of_weight = x.meta["val"], weight.meta["val"]
+    if of_weight.dtype is not FP8 or of_x.dtype is not (FP8 if call is not None else torch.bfloat16):
+        return None
+    rows, inputs = of_weight.shape
+    layouts = of_weight.stride() == (inputs, 1) and of_x.dim() == 2 and _are(of_x.stride(), (inputs, 1))
+    if not layouts or mm.meta["val"].dtype not in DTYPES or not _are_of_blocks(scales, rows, inputs):
+        return None
+    return Layer(x, weight, None, mm, before, reshape, scales, blocks=True)
+
+
+def _are_of_blocks(scales: Scales, rows: int, inputs: int) -> bool:
+    """Return whether scales are block scales. The call checks the number of tokens and the strides of x's scales."""
+    of_weight: torch.Tensor = scales.weight.meta["val"]
+    if scales.weight.op != "placeholder" or of_weight.dtype is not torch.float32 or not of_weight.is_contiguous():
+        return False
+    blocks = inputs // GROUP_SIZE
+    if of_weight.shape != (-(-rows // GROUP_SIZE), blocks):
+        return False
+    if scales.x is None:
+        return True
+    of_x: torch.Tensor = scales.x.meta["val"]
+    return of_x.dtype is torch.float32 and of_x.dim() == 2 and _are(of_x.shape[1:], (blocks,))
+
+
 def _is_bias(layer: Layer) -> bool:
-    """Return whether llm_comm adds the bias of a layer. A layer without a bias is as good."""
+    """Return whether llm_comm can add the bias of a layer. True without a bias."""
     bias: Any = layer.bias
     if bias is None:
         return True
@@ -147,16 +208,16 @@ def _is_bias(layer: Layer) -> bool:
 
 
 def _fit(x: Node, transposed: Node) -> bool:
-    """Whether shapes and layouts are such that a batch of some size may be served."""
+    """Return whether x and the weight are contiguous with the same number of inputs, for any batch size."""
     value: torch.Tensor = transposed.meta["val"]
     inputs = value.shape[0]
-    # So x is contiguous, and the weight.
+    # Strides (1, inputs) of the transpose: the weight is contiguous.
     return _are(value.stride(), (1, inputs)) and _are(x.meta["val"].stride(), (inputs, 1))
 
 
-def _are_of_rows(scales: Scales, outputs: int) -> bool:
-    """Whether each scale is that of a tensor, or of a row, not of blocks. How many tokens have one, a call checks."""
-    of_x, of_weight = (scale.meta["val"] for scale in scales)
+def _are_of_rows(x_scale: Node, weight_scale: Node, outputs: int) -> bool:
+    """Return whether each scale belongs to a tensor or a row. The call checks the number of tokens with a scale."""
+    of_x, of_weight = x_scale.meta["val"], weight_scale.meta["val"]
     return (
         of_x.dtype is torch.float32
         and of_weight.dtype is torch.float32
@@ -167,12 +228,13 @@ def _are_of_rows(scales: Scales, outputs: int) -> bool:
 
 
 def _are(found: Iterable[int | torch.SymInt], wanted: Sequence[int]) -> bool:
-    # What depends on the batch is no int: nothing is asked of it, which could bind the graph to some batches.
+    # Sizes that depend on the batch are SymInts and never equal. Comparing one would add a guard, which restricts the
+    # graph to some batches.
     return all(isinstance(one, int) and one == other for one, other in zip(found, wanted, strict=True))
 
 
 def reshaped(graph: torch.fx.Graph, x: Node, like: Node) -> Node:
-    """``x`` in the shape of ``like`` but for the last dimension, which stays its own."""
+    """Insert a reshape of ``x`` to the shape of the reshape ``like``, except for the last dimension of ``x``."""
     value: torch.Tensor = x.meta["val"]
     sizes: Any = like.args[1]
     node = graph.call_function(_aten.reshape.default, (x, [*sizes[:-1], value.shape[-1]]))
@@ -181,7 +243,10 @@ def reshaped(graph: torch.fx.Graph, x: Node, like: Node) -> Node:
 
 
 def erase(graph: torch.fx.Graph, nodes: Iterable[Node]) -> None:
-    """Takes those out that nothing uses any more, the last ones first. A transposed weight may serve other layers."""
+    """Erase those of ``nodes`` that have no users; the order must be from last to first in the graph.
+
+    A transposed weight stays if other layers use it.
+    """
     for node in nodes:
         if not node.users:
             graph.erase_node(node)

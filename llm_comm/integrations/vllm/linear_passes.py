@@ -1,11 +1,12 @@
 """Passes of vLLM's compiler that replace linear layers by operators of llm_comm (``operators.py``).
 
-``LinearNormPass`` puts a linear layer into the operator that ``fusion_pass.py`` has made of the all-reduce and the norm
-after it. ``ColumnLinearPass`` runs behind it, for layers that no all-reduce comes after, those split by columns: gate
-and up become one operator with their activation, silu-and-mul or gelu-tanh-and-mul. In both supported versions of vLLM
-an activation is a chain of torch's operators in the graph, or vLLM's own where ``custom_ops`` has ``+silu_and_mul``.
+``LinearNormPass`` merges a linear layer into the operator that ``fusion_pass.py`` made of the all-reduce and norm after
+the layer. ``ColumnLinearPass`` runs next and replaces column-parallel layers, which no all-reduce follows. Gate and up
+become one operator with their activation, silu-and-mul or gelu-tanh-and-mul. In both supported versions of vLLM the
+graph has an activation as torch operators, or as vLLM's operator if ``custom_ops`` has it (``+silu_and_mul``).
 
-Both walk the graph (``graph_layers.py``), and leave alone what the group's communicator would decline for every batch.
+Both passes walk the graph (``graph_layers.py``). They skip layers that the group's communicator would decline for every
+batch.
 """
 
 from __future__ import annotations
@@ -36,14 +37,14 @@ from llm_comm.integrations.vllm.operators import (
     silu_and_mul,
 )
 
-#: Operators of an activation behind gate and up, and those of both.
+#: Operator of gate, up and activation, by the operator of the activation alone.
 _WITH_ACTIVATION = {silu_and_mul: linear_silu_and_mul, gelu_tanh_and_mul: linear_gelu_tanh_and_mul}
-# What sums the result of a layer over ranks.
+# Operators that sum the result of a layer over the ranks.
 _SUMS = (torch.ops.vllm.all_reduce.default, torch.ops.vllm.reduce_scatter.default, all_reduce_add_rms_norm)
 
 
 class LayerPass(VllmInductorPass):  # type: ignore[misc]
-    """A pass for batches whose linear layers llm_comm may compute."""
+    """Base of the passes. They apply to compile ranges whose linear layers llm_comm may compute."""
 
     def __init__(self, config: VllmConfig) -> None:
         super().__init__(config)
@@ -52,7 +53,7 @@ class LayerPass(VllmInductorPass):  # type: ignore[misc]
         self._uuid = f"{compiled_graphs.digest_of_sources()} {self._max_tokens} {communicator.linear_key}"
 
     def is_applicable_for_range(self, compile_range: Range) -> bool:
-        """Larger batches keep their linear layers as they are."""
+        """Return whether the range ends at or below ``max_linear_tokens``; larger batches keep vLLM's layers."""
         return compile_range.end <= self._max_tokens  # type: ignore[no-any-return]
 
     def uuid(self) -> str:
@@ -60,7 +61,7 @@ class LayerPass(VllmInductorPass):  # type: ignore[misc]
 
 
 class LinearNormPass(LayerPass):
-    """Replaces a linear layer and the fused all-reduce after it, where a batch of the graph may gain by it."""
+    """Merges linear layers with the fused all-reduce and norm after them, if llm_comm is preferred for some batch."""
 
     @VllmInductorPass.time_and_log  # type: ignore[untyped-decorator]
     def __call__(self, graph: torch.fx.Graph) -> None:
@@ -69,7 +70,7 @@ class LinearNormPass(LayerPass):
         found = [
             pair
             for pair in map(_layer_before, norms)
-            if pair is not None and prefers(*pair.layer.shape, pair.layer.scales is not None)
+            if pair is not None and prefers(*pair.layer.shape, *pair.layer.kind)
         ]
         for pair in found:
             _replace_with_norm(graph, pair)
@@ -83,17 +84,19 @@ class LinearNormPass(LayerPass):
 
 
 class _Pair(NamedTuple):
-    """A linear layer, and the all-reduce with its norm that comes after it."""
+    """Linear layer, and the node of the fused all-reduce and norm that takes its result."""
 
     layer: Layer
     norm: Node
 
 
 def _layer_before(norm: Node) -> _Pair | None:
-    """The linear layer whose result ``norm``, and nothing else, takes; None where there is none that can go with it."""
+    """Return the linear layer whose result only ``norm`` uses, as its addend; None if there is no such layer."""
     total: Any = norm.args[0]
     layer = layer_of(total)
     if layer is None or len(total.users) != 1 or total in norm.args[1:]:
+        return None
+    if layer.blocks and layer.reshape is not None:  # block scales of x have two dimensions, so x cannot be reshaped
         return None
     return _Pair(layer, norm)
 
@@ -110,7 +113,7 @@ def _replace_with_norm(graph: torch.fx.Graph, pair: _Pair) -> None:
 
 
 class ColumnLinearPass(LayerPass, VllmPatternMatcherPass):  # type: ignore[misc]
-    """Replaces linear layers whose results are not summed, where a batch of the graph may gain by it."""
+    """Replaces linear layers whose results are not summed over ranks, if llm_comm is preferred for some batch."""
 
     def __init__(self, config: VllmConfig) -> None:
         super().__init__(config)
@@ -123,7 +126,7 @@ class ColumnLinearPass(LayerPass, VllmPatternMatcherPass):  # type: ignore[misc]
 
     @enable_fake_mode  # type: ignore[untyped-decorator]
     def _register(self, theirs: Callable[[Any], Any], ours: Callable[[Any], Any]) -> None:
-        """Has an activation behind a preferred layer become one operator, in which form it is easily found."""
+        """Register a pattern: an activation after a preferred layer becomes one operator, which ``__call__`` finds."""
 
         def search(y: Any) -> Any:
             return theirs(y)
@@ -131,7 +134,7 @@ class ColumnLinearPass(LayerPass, VllmPatternMatcherPass):  # type: ignore[misc]
         def replacement(y: Any) -> Any:
             return ours(y)
 
-        example = torch.empty(5, 16, dtype=torch.bfloat16)  # patterns hold no device
+        example = torch.empty(5, 16, dtype=torch.bfloat16)  # matching ignores the device
         pm.register_replacement(search, replacement, [example], pm.fwd_only, self.pm_pass, extra_check=_is_wanted)
 
     @VllmInductorPass.time_and_log  # type: ignore[untyped-decorator]
@@ -143,7 +146,7 @@ class ColumnLinearPass(LayerPass, VllmPatternMatcherPass):  # type: ignore[misc]
             _replace_with_activation(graph, node, group.unique_name)
         alone = list(_alone(graph))
         prefers = group.device_communicator.prefers_linear
-        preferred = [layer for layer in alone if prefers(*layer.shape, layer.scales is not None)]
+        preferred = [layer for layer in alone if prefers(*layer.shape, *layer.kind)]
         for layer in preferred:
             _replace(graph, layer, group.unique_name)
         self.matched_count = len(activations) + len(preferred)
@@ -158,13 +161,13 @@ class ColumnLinearPass(LayerPass, VllmPatternMatcherPass):  # type: ignore[misc]
 
 
 def _gelu_tanh_and_mul_of_torch(y: torch.Tensor) -> torch.Tensor:
-    """Gate and up of vLLM's ``GeluAndMul(approximate="tanh")`` where ``custom_ops`` does not have it."""
+    """Pattern of vLLM's ``GeluAndMul(approximate="tanh")`` without ``+gelu_and_mul`` in ``custom_ops``."""
     half = y.shape[-1] // 2
     return torch.nn.functional.gelu(y[..., :half], approximate="tanh") * y[..., half:]
 
 
 def _gelu_tanh_and_mul_of_vllm(y: torch.Tensor) -> torch.Tensor:
-    """Gate and up of vLLM's ``GeluAndMul(approximate="tanh")`` where ``custom_ops`` has ``+gelu_and_mul``."""
+    """Pattern of vLLM's ``GeluAndMul(approximate="tanh")`` with ``+gelu_and_mul`` in ``custom_ops``."""
     half = y.shape[-1] // 2
     out = torch.empty((*y.shape[:-1], half), dtype=y.dtype, device=y.device)
     operator: Any = torch.ops._C.gelu_tanh_and_mul.default
@@ -172,18 +175,18 @@ def _gelu_tanh_and_mul_of_vllm(y: torch.Tensor) -> torch.Tensor:
 
 
 def _is_wanted(match: pm.Match) -> bool:
-    """Whether an activation is all that takes the result of a layer, and the two together are preferred."""
+    """Return whether only the activation uses the layer's result, and llm_comm is preferred for both together."""
     y = match.kwargs["y"]
     layer = layer_of(y)
     if layer is None or not set(y.users) <= set(match.nodes):
         return False
     rows, inputs = layer.shape
     prefers = get_tp_group().device_communicator.prefers_linear_silu_and_mul
-    return prefers(rows // 2, inputs, layer.scales is not None)  # type: ignore[no-any-return]
+    return prefers(rows // 2, inputs, *layer.kind)  # type: ignore[no-any-return]
 
 
 def _replace_with_activation(graph: torch.fx.Graph, activation: Node, group: str) -> None:
-    """Puts a preferred layer and the operator behind it, which alone takes its result, into one operator."""
+    """Replace a layer and the activation operator, the only user of its result, by one operator."""
     y: Any = activation.args[0]
     layer: Any = layer_of(y)
     x = layer.x.meta["val"]
@@ -198,9 +201,9 @@ def _replace_with_activation(graph: torch.fx.Graph, activation: Node, group: str
 
 
 def _alone(graph: torch.fx.Graph) -> Iterator[Layer]:
-    """Layers whose results are not summed over ranks."""
+    """Yield the layers whose results are not summed over ranks."""
     found = {node: layer_of(node) for node in graph.nodes if node.target not in RESHAPES}
-    # A product to which a bias is added is no layer of its own.
+    # The mm of add(bias, mm) is part of that layer and no layer of its own.
     products = {node for layer in found.values() if layer is not None for node in layer.before}
     for node, layer in found.items():
         if layer is not None and node not in products and not _is_summed(node):
@@ -212,7 +215,7 @@ def _is_summed(y: Node) -> bool:
 
 
 def _operands(layer: Layer, group: str) -> tuple[Any, ...]:
-    """Of an operator of a layer."""
+    """Return the arguments of a layer's operator."""
     out_dtype = None if layer.scales is None else layer.dtype
     return layer.x, *layer.operands, out_dtype, group
 

@@ -1,17 +1,24 @@
-"""The operators that vLLM's compiled graphs call where all-reduces with the RMSNorms after them were
-(``fusion_pass.py``), and linear layers (``linear_passes.py``).
+"""Operators in vLLM's compiled graphs that replace all-reduces with the RMSNorms after them (``fusion_pass.py``), and
+linear layers (``linear_passes.py``).
 
-Compiled graphs are kept on disk and loaded by processes that compile nothing, so operators are defined apart from the
-passes, when a communicator is made. They are functional and opaque to inductor, and decide at run time, by the shape of
-the batch, who computes: a graph is compiled for all batch sizes, and llm_comm declines the largest. What llm_comm
-declines goes by what the graph held before. It declines no norm in batch-invariant mode
+Processes load compiled graphs from disk without running the passes. So this module defines the operators, apart from
+the passes, and is imported when a communicator is made. The operators are functional and opaque to inductor. A graph
+serves many batch sizes, and llm_comm declines the largest. So an operator decides at run time, by the shape of the
+batch, between llm_comm and the operations that the graph had before. llm_comm declines no norm in batch-invariant mode
 (``Config.batch_invariant_norm``).
 
-A linear layer has ``x`` [..., inputs] and ``weight`` [outputs, inputs], bf16 or fp16. Of FP8 it has scales, and its
-operands are those of vLLM's ``cutlass_scaled_mm``: ``weight`` [inputs, outputs], the transpose of a contiguous tensor,
-``x_scale`` one number or [tokens, 1], ``weight_scale`` one or one for each output, both fp32. ``bias`` is [outputs], of
-the dtype of the result, or None. Weight, its scale and bias are read before the kernels ahead have ended, so none of
-these may write them. No other rank takes part in a layer.
+Operands of a linear layer, by the vLLM operator that they come from:
+
+- bf16, fp16: ``x`` [..., inputs], ``weight`` [outputs, inputs], no scales.
+- ``cutlass_scaled_mm``: FP8. ``weight`` [inputs, outputs] is the transpose of a contiguous tensor. ``x_scale`` has one
+  element or is [tokens, 1]. ``weight_scale`` has one element, or one for each output.
+- ``fp8_gemm_nt_op``: FP8 with block scales. ``weight`` [outputs, inputs], ``x_scale`` [tokens, inputs / 128],
+  ``weight_scale`` [outputs / 128, rounded up, inputs / 128].
+- ``dynamic_flashinfer_deepgemm_blockscale_gemm``: as before, but ``x`` is bf16 and ``x_scale`` None.
+
+Scales are fp32. ``bias`` is [outputs], of the dtype of the result, or None. llm_comm reads weight, weight scale and
+bias before earlier kernels of the stream have ended, so no kernel of the graph may write them. Other ranks take no part
+in a layer.
 """
 
 from __future__ import annotations
@@ -24,6 +31,7 @@ import torch
 import vllm.ir.ops
 from vllm import _custom_ops
 from vllm.distributed import parallel_state
+from vllm.utils import deep_gemm
 
 from llm_comm.operations import fp8
 from llm_comm.operations.fp8 import FP8
@@ -31,11 +39,11 @@ from llm_comm.operations.fp8 import FP8
 _Tensor = torch.Tensor
 _OPTIONAL = "Tensor? bias, Tensor? x_scale, Tensor? weight_scale"
 
-#: vLLM's quantization by groups of 128: numbers with which its layers call it, and llm_comm computes.
+#: Arguments of vLLM's quantization by groups of 128, as its layers pass them. llm_comm computes with the same values.
 EPS = 1e-10
 LARGEST = 448.0
 
-#: Holds the operators for as long as it lives.
+#: Torch unregisters the operators when this object is freed.
 _library = torch.library.Library("llm_comm_vllm", "DEF")
 
 
@@ -43,12 +51,12 @@ def define(schema: str, function: Callable[..., Any], fake: Callable[..., Any]) 
     """Define an operator of vLLM's graphs.
 
     Args:
-        schema: As torch has it, from the name on.
-        function: The operator, on CPU and CUDA.
-        fake: The shapes of its results.
+        schema: Torch schema, starting with the name.
+        function: Implementation for CPU and CUDA.
+        fake: Implementation for fake tensors: returns results of the right shapes and dtypes.
 
     Returns:
-        The operator as graphs have it.
+        The operator overload, as nodes of graphs have it.
     """
     name = schema.partition("(")[0]
     _library.define(schema, tags=(torch.Tag.needs_fixed_stride_order,))
@@ -70,19 +78,20 @@ def _run(
     scale: _Tensor | None,
     group_name: str,
 ) -> tuple[_Tensor, _Tensor]:
-    """The RMSNorm of (the sum of ``x`` over the group + ``residual``), and what was normed.
+    """Compute all-reduce, residual add and RMSNorm; return the normed rows and the new residual.
 
     Args:
         x: [..., hidden], this rank's addend.
-        residual: Like ``x``, the same on all ranks; None adds nothing.
-        weight: [hidden], like ``x``.
+        residual: Shape and dtype of ``x``, the same on all ranks; None adds nothing.
+        weight: [hidden], of the dtype of ``x``.
         epsilon: Added to the mean of squares.
-        weight_bias: Added to the weights in fp32: 1 for norms of Gemma, 0 for others.
-        scale: One fp32 number: the norm is divided by it and rounded to FP8 e4m3. None leaves it in the dtype of ``x``.
+        weight_bias: Added to the weights in fp32: 1 for Gemma's norms, 0 for others.
+        scale: One fp32 element. Normed rows are divided by it and rounded to FP8 e4m3. None: they have the dtype of
+            ``x``.
         group_name: vLLM's name of the group.
 
     Raises:
-        ValueError: There is no such group (any more).
+        ValueError: The process has no group of this name, or it was destroyed.
     """
     group = find_group(group_name)
     fused = getattr(group.device_communicator, "all_reduce_add_rms_norm", None)
@@ -93,10 +102,10 @@ def _run(
 
 
 def find_group(name: str) -> Any:
-    """vLLM's group of a name, as torch.ops.vllm.all_reduce finds it.
+    """Return vLLM's group of a name, from the registry that torch.ops.vllm.all_reduce uses.
 
     Raises:
-        ValueError: There is no such group (any more).
+        ValueError: The process has no group of this name, or it was destroyed.
     """
     reference = parallel_state._groups.get(name)
     group = None if reference is None else reference()
@@ -114,7 +123,7 @@ def run_one_by_one(
     weight_bias: float,
     scale: _Tensor | None,
 ) -> tuple[_Tensor, _Tensor]:
-    """What the graph held before: the group's all-reduce, whoever serves it, vLLM's norm, and its quantization."""
+    """Run the operations that the graph had before: the group's all-reduce, vLLM's norm, and its quantization."""
     total = group._all_reduce_out_place(x)
     if weight_bias != 0:  # as GemmaRMSNorm
         weight = weight.float() + weight_bias
@@ -128,15 +137,15 @@ def run_one_by_one(
 
 
 def _run_ir(op: Any, total: _Tensor, *arguments: Any) -> Any:
-    """Runs an operator of vLLM's IR by vLLM's CUDA kernel, if it serves the arguments.
+    """Run an operator of vLLM's IR with vLLM's CUDA kernel, if the kernel supports the arguments.
 
-    In compiled graphs vLLM prefers "native", a chain of torch operators for inductor to generate a kernel of. Called
-    eagerly, as here, that would be a kernel for each operator.
+    In compiled graphs vLLM prefers "native", torch operators that inductor fuses into one kernel. Called eagerly, as
+    here, each of them would be a kernel.
     """
     kernel = op.impls.get("vllm_c")
     if kernel is None or not kernel.supported or not kernel.supports_args(total, *arguments):
         return op(total, *arguments)
-    if kernel.inplace:  # it may have ``total``, but the residual belongs to the graph
+    if kernel.inplace:  # it may overwrite ``total``, but not the residual, which the graph owns
         arguments = (arguments[0].clone(), *arguments[1:])
     return kernel.impl_fn(total, *arguments)
 
@@ -147,7 +156,7 @@ def _fake_norm(x: _Tensor, *others: Any) -> tuple[_Tensor, _Tensor]:
 
 
 def name_of(by_columns: bool, for_tma: bool, ue8m0: bool) -> str:
-    """What llm_comm calls the quantization of vLLM's with these switches."""
+    """Return llm_comm's ``quantize`` mode for these switches of vLLM's quantization by groups."""
     layout = "_column_major_tma" if for_tma else "_column_major"
     return f"group{layout if by_columns else ''}{'_ue8m0' if ue8m0 else ''}"
 
@@ -161,27 +170,27 @@ def _run_by_groups(
     quantize: str,
     group_name: str,
 ) -> tuple[_Tensor, _Tensor, _Tensor]:
-    """The RMSNorm of (the sum of ``x`` over the group + ``residual``) in FP8, what was normed, and the scales.
+    """Compute all-reduce, residual add and RMSNorm with FP8 rows; return the rows, the new residual and the scales.
 
     Args:
         x: [tokens, hidden], this rank's addend.
-        residual, weight, epsilon, weight_bias, group_name: As of ``all_reduce_add_rms_norm``.
-        quantize: As of ``Communicator.all_reduce_add_rms_norm``: one of those by groups.
+        residual, weight, epsilon, weight_bias, group_name: As in ``_run``.
+        quantize: Mode of ``Communicator.all_reduce_add_rms_norm`` with a scale for each group of 128 elements.
 
     Raises:
-        ValueError: There is no such group (any more).
+        ValueError: The process has no group of this name, or it was destroyed.
     """
     group = find_group(group_name)
     fused = getattr(group.device_communicator, "all_reduce_add_rms_norm_group_fp8", None)
     result = None if fused is None else fused(x, residual, weight, epsilon, weight_bias, quantize)
-    if result is None:  # what the graph held before
+    if result is None:  # the operations that the graph had before
         normed, new_residual = run_one_by_one(group, x, residual, weight, epsilon, weight_bias, None)
         return _quantize(normed, quantize, new_residual)
     return result  # type: ignore[no-any-return]
 
 
 def _quantize(normed: _Tensor, quantize: str, new_residual: _Tensor) -> tuple[_Tensor, _Tensor, _Tensor]:
-    """By vLLM's operator."""
+    """Quantize by vLLM's operator; return the FP8 rows, ``new_residual`` as given, and the scales."""
     quantized = torch.empty_like(normed, dtype=FP8)
     scales = fp8.empty_scales(quantize, normed)
     switches = (quantize.endswith("_ue8m0"), "column_major" in quantize, "tma" in quantize)
@@ -200,11 +209,11 @@ def _fake_by_groups(x: _Tensor, *others: Any) -> tuple[_Tensor, _Tensor, _Tensor
 
 
 class _Operands(NamedTuple):
-    """Operands of a linear layer, in the order of the operators.
+    """Operands of a linear layer, in the order of the operators' arguments.
 
     Attributes:
-        x, weight, bias, x_scale, weight_scale: See above.
-        out_dtype: Of the result of FP8; None: that of ``x``.
+        x, weight, bias, x_scale, weight_scale: As in the docstring of this module.
+        out_dtype: Dtype of the result of FP8 operands; None: that of ``x``.
     """
 
     x: _Tensor
@@ -214,14 +223,42 @@ class _Operands(NamedTuple):
     weight_scale: _Tensor | None
     out_dtype: torch.dtype | None
 
-    def as_ours(self) -> tuple[_Tensor, _Tensor | None, Any]:
-        """The weight, [outputs, inputs], the bias, and the scales as llm_comm takes them."""
-        if self.x_scale is None:
-            return self.weight, self.bias, None
-        return self.weight.t(), self.bias, (self.x_scale, self.weight_scale)
+    @property
+    def has_blocks(self) -> bool:
+        """True if the scales are block scales: their weight is not transposed."""
+        return self.weight_scale is not None and self.weight.stride(-1) == 1
+
+    def is_declined(self, communicator: Any, silu_and_mul: bool) -> bool:
+        """Return whether llm_comm would decline a batch whose x is not quantized yet, so that quantizing is wasted."""
+        if not self.has_blocks or self.x_scale is not None:
+            return False
+        rows, inputs = self.weight.shape
+        outputs = rows // 2 if silu_and_mul else rows
+        return not communicator.prefers_blocks(outputs, inputs, self.x.shape[:-1].numel(), silu_and_mul)
+
+    def as_ours(self) -> tuple[_Tensor, _Tensor, _Tensor | None, Any]:
+        """Return x, weight [outputs, inputs], bias and scales as llm_comm takes them.
+
+        Quantizes x if the layer has block scales and x is bf16.
+        """
+        x, x_scale = self.x, self.x_scale
+        if self.has_blocks and x_scale is None:
+            x, _, x_scale = _quantize(x, "group", x)
+        if x_scale is None:
+            return x, self.weight, self.bias, None
+        return x, self.weight if self.has_blocks else self.weight.t(), self.bias, (x_scale, self.weight_scale)
 
     def as_before(self) -> _Tensor:
-        """The layer by what the graph held before."""
+        """Compute the layer by the operator that the graph had before."""
+        if self.has_blocks:
+            ue8m0 = deep_gemm.is_deep_gemm_e8m0_used()  # vLLM's layers make the same query
+            if self.x_scale is None:
+                by_both = torch.ops.vllm.dynamic_flashinfer_deepgemm_blockscale_gemm
+                y: _Tensor = by_both(self.x, self.weight, self.weight_scale, fp8.GROUP_SIZE, ue8m0)
+                return y
+            y = self.empty_result()
+            torch.ops.vllm.fp8_gemm_nt_op(self.x, self.x_scale, self.weight, self.weight_scale, y, ue8m0)
+            return y
         if self.x_scale is None:
             return torch.nn.functional.linear(self.x, self.weight, self.bias)
         operands = self.x, self.weight, self.x_scale, self.weight_scale, self.out_dtype, self.bias
@@ -229,43 +266,49 @@ class _Operands(NamedTuple):
         return result
 
     def empty_result(self) -> _Tensor:
-        """A tensor of the shape and dtype of the result."""
-        outputs = self.weight.shape[0 if self.x_scale is None else 1]
+        """Allocate a tensor of the shape and dtype of the result."""
+        outputs = self.weight.shape[0 if self.x_scale is None or self.has_blocks else 1]
         return self.x.new_empty((*self.x.shape[:-1], outputs), dtype=self.out_dtype or self.x.dtype)
 
 
 def _linear(*arguments: Any) -> _Tensor:
-    """``x @ weight.T + bias``, of ``_Operands`` and vLLM's name of the group whose communicator computes the layer.
+    """Compute ``x @ weight.T + bias``. Arguments: the fields of ``_Operands``, then vLLM's name of the group.
 
     Raises:
-        ValueError: There is no such group (any more).
+        ValueError: The process has no group of this name, or it was destroyed.
     """
     result = _by_llm_comm("linear", *arguments)
     return _Operands(*arguments[:-1]).as_before() if result is None else result
 
 
 def _linear_activated(activation: str, *arguments: Any) -> _Tensor:
-    """``activation(x @ gate.T) * (x @ up.T)``: half of the outputs of ``weight`` are those of gate, then come those of
-    up. Further arguments and errors as of ``linear``."""
+    """Compute ``activation(x @ gate.T) * (x @ up.T)``. The weight holds the outputs of gate, then those of up.
+
+    Arguments and errors as in ``_linear``.
+    """
     result = _by_llm_comm(f"linear_{activation}", *arguments)
     return _activated(activation, _linear(*arguments)) if result is None else result
 
 
 def _by_llm_comm(method: str, *arguments: Any) -> _Tensor | None:
-    """By a method of the group's communicator; None, if it declines, or is not llm_comm's."""
-    operands, group_name = _Operands(*arguments[:-1]), arguments[-1]
-    ours = getattr(find_group(group_name).device_communicator, method, None)
-    if ours is None:
+    """Compute a layer by a method of the group's communicator.
+
+    Returns:
+        The result. None: llm_comm declines, or does not serve the group.
+    """
+    operands, communicator = _Operands(*arguments[:-1]), find_group(arguments[-1]).device_communicator
+    ours = getattr(communicator, method, None)
+    if ours is None or operands.is_declined(communicator, method != "linear"):
         return None
-    return ours(operands.x, *operands.as_ours(), operands.out_dtype)  # type: ignore[no-any-return]
+    return ours(*operands.as_ours(), operands.out_dtype)  # type: ignore[no-any-return]
 
 
 def _activated(activation: str, y: _Tensor) -> _Tensor:
-    """Activation of the first half of each row times the second half. No final graph contains this operator.
+    """Compute the activation of the first half of each row times the second half, by vLLM's kernel.
 
-    vLLM's kernel computes it, also where the graph had torch's operators, from which inductor generates one kernel:
-    called eagerly, as here, they would be a kernel each. vLLM's kernel rounds the activation before it multiplies, as
-    torch's operators do.
+    The operator marks an activation between the steps of ``ColumnLinearPass``; no final graph has it. The graph may
+    have had torch operators for inductor to fuse. Called eagerly, as here, each of them would be a kernel. vLLM's
+    kernel rounds the activation before the product, as they do.
     """
     result = _fake_activated(y)
     getattr(torch.ops._C, activation)(result, y)
@@ -285,23 +328,26 @@ def _linear_all_reduce_add_rms_norm(
     scale: _Tensor | None,
     group_name: str,
 ) -> tuple[_Tensor, _Tensor]:
-    """The RMSNorm of (the sum of the layer's result over the group + ``residual``), and what was normed.
+    """Compute a linear layer, all-reduce, residual add and RMSNorm; return the normed rows and the new residual.
 
     Args:
-        x, weight, bias, x_scale, weight_scale: See above, of this rank. A bias of the sum is that of one rank.
-        residual: [..., outputs], the same on all ranks; None adds nothing.
+        x, weight, bias, x_scale, weight_scale: This rank's operands, as in the docstring of this module. Only one rank
+            passes a bias of the sum.
+        residual: [..., outputs], of the dtype of ``norm_weight``, the same on all ranks; None adds nothing.
         norm_weight: [outputs], of the dtype of the layer's result.
-        epsilon, weight_bias, scale, group_name: As of ``all_reduce_add_rms_norm``.
+        epsilon, weight_bias, scale, group_name: As in ``_run``.
 
     Raises:
-        ValueError: There is no such group (any more).
+        ValueError: The process has no group of this name, or it was destroyed.
     """
     communicator = find_group(group_name).device_communicator
     fused = getattr(communicator, "linear_all_reduce_add_rms_norm", None)
     operands = _Operands(x, weight, bias, x_scale, weight_scale, norm_weight.dtype)
-    ours, *optional = operands.as_ours()
     norm = (residual, norm_weight, epsilon, weight_bias, scale)
-    result = None if fused is None else fused(x, ours, *norm, *optional)
+    result = None
+    if fused is not None and not operands.is_declined(communicator, False):
+        ours, our_weight, *optional = operands.as_ours()
+        result = fused(ours, our_weight, *norm, *optional)
     if result is None:
         return _run(operands.as_before(), *norm, group_name)
     return result  # type: ignore[no-any-return]

@@ -6,7 +6,9 @@ Values and weights are small whole numbers, so sums are the same in any order.
 
 from __future__ import annotations
 
+import importlib
 from typing import Any, NamedTuple
+from unittest import mock
 
 import torch
 from compiler_harness import (
@@ -28,10 +30,16 @@ from torch import nn
 from vllm import _custom_ops
 from vllm.model_executor.layers.activation import SiluAndMul
 
+from llm_comm.integrations.vllm import operators
 from llm_comm.integrations.vllm.operators import FP8
+from llm_comm.operations.fp8 import GROUP_SIZE, empty_scales
 from llm_comm.planning.layers import LayerRow
 
 BF16 = torch.bfloat16
+#: Of layers with scales of blocks: two of them.
+BLOCK_INPUTS = 256
+importlib.import_module("vllm.model_executor.kernels.linear.scaled_mm.flashinfer")  # defines operators
+BY_BOTH = torch.ops.vllm.dynamic_flashinfer_deepgemm_blockscale_gemm
 #: Of the layers here, whose inputs are whole boxes of FP8.
 WEIGHT = (HIDDEN, INPUTS)
 #: Of a rank: those of qkv, and of gate as of up.
@@ -76,12 +84,73 @@ class ScaledLayer(nn.Module):
         return (x.float() / scale).to(FP8), scale
 
 
-def summed(layer: ScaledLayer, x: torch.Tensor) -> torch.Tensor:
+class BlockLayer(nn.Module):
+    """As vLLM makes of a checkpoint with scales of blocks; its result is this rank's part of a sum.
+
+    Args:
+        quantizes: Whether the operator quantizes x, as with FlashInfer; else x is quantized in the graph, with scales
+            by columns, as for DeepGEMM.
+    """
+
+    def __init__(self, inputs: int = BLOCK_INPUTS, outputs: int = HIDDEN, quantizes: bool = True) -> None:
+        super().__init__()
+        torch.manual_seed(dist_rank())
+        self.weight = nn.Parameter(torch.randint(-2, 3, (outputs, inputs)).to(FP8), requires_grad=False)
+        scales = 2.0 ** torch.randint(-3, 3, (-(-outputs // GROUP_SIZE), inputs // GROUP_SIZE))
+        self.weight_scale = nn.Parameter(scales.float(), requires_grad=False)
+        self.quantizes = quantizes
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.quantizes:
+            return BY_BOTH(x, self.weight, self.weight_scale, GROUP_SIZE, False)
+        x8, scale = self.quantized(x)
+        y = x.new_empty(len(x), len(self.weight))
+        torch.ops.vllm.fp8_gemm_nt_op(x8, scale, self.weight, self.weight_scale, y, False)
+        return y
+
+    def quantized(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        x8, scale = torch.empty_like(x, dtype=FP8), empty_scales("group_column_major", x)
+        switches = (False, True, False)
+        torch.ops._C.per_token_group_fp8_quant(x, x8, scale, GROUP_SIZE, 1e-10, -448.0, 448.0, *switches)
+        return x8, scale
+
+
+def by_deep_gemm(
+    x: torch.Tensor, x_scale: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor, y: torch.Tensor, ue8m0: bool
+) -> None:
+    """Stands in for DeepGEMM on CPU tensors."""
+    of_rows = scale.repeat_interleave(GROUP_SIZE, 0)[: len(weight)]
+    total = torch.zeros(y.shape)
+    for block in range(scale.shape[1]):
+        columns = slice(block * GROUP_SIZE, (block + 1) * GROUP_SIZE)
+        products = x[:, columns].float() @ weight[:, columns].float().t()
+        total += x_scale[:, block, None] * of_rows[:, block] * products
+    y.copy_(total)
+
+
+def by_both(x: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor, group_size: int, ue8m0: bool) -> torch.Tensor:
+    """Stands in for FlashInfer on CPU tensors."""
+    x8, x_scale = torch.empty_like(x, dtype=FP8), empty_scales("group", x)
+    torch.ops._C.per_token_group_fp8_quant(x, x8, x_scale, group_size, 1e-10, -448.0, 448.0, False, False, False)
+    y = x.new_empty(len(x), len(weight))
+    by_deep_gemm(x8, x_scale, weight, scale, y, ue8m0)
+    return y
+
+
+torch.library.impl("vllm::fp8_gemm_nt_op", "CPU", by_deep_gemm)
+torch.library.impl("vllm::dynamic_flashinfer_deepgemm_blockscale_gemm", "CPU", by_both)
+
+
+def summed(layer: nn.Module, x: torch.Tensor) -> torch.Tensor:
     return tensor_model_parallel_all_reduce(layer(x))
 
 
 def wide(x: torch.Tensor) -> torch.Tensor:
     return torch.cat([x, x * 2], -1)
+
+
+def wider(x: torch.Tensor) -> torch.Tensor:
+    return wide(wide(x))
 
 
 # ---- What is replaced -----------------------------------------------------------------------------------------------
@@ -209,6 +278,60 @@ def a_table_has_rows_of_fp8() -> None:
         assert len(vllm.fused_calls) == 1
 
 
+@scenario(LLM_COMM_FUSE_LINEAR="1")
+def layers_with_scales_of_blocks_become_operators() -> None:
+    with compiler(with_model(compiler_config(norms_by="native"))) as vllm:
+        kinds = (True, False)
+        rows = [BlockLayer(quantizes=quantizes) for quantizes in kinds]
+        columns = [BlockLayer(outputs=OUTPUTS, quantizes=quantizes) for quantizes in kinds]
+        gates = [BlockLayer(outputs=2 * OUTPUTS, quantizes=quantizes) for quantizes in kinds]
+        first, second = norms(1e-5, 1e-6)
+        silu_and_mul = SiluAndMul()
+
+        def model(x: torch.Tensor) -> Any:
+            a, residual = first(summed(rows[0], wider(x)), x * 1)
+            b, residual = second(summed(rows[1], wider(x * 2)), residual)
+            alone = [layer(wider(x * (3 + place))) for place, layer in enumerate(columns)]
+            activated = [silu_and_mul(layer(wider(x * (5 + place)))) for place, layer in enumerate(gates)]
+            return a, b, residual, *alone, *activated
+
+        expect(vllm, model, Expected(linear=2, columns=4))
+        assert vllm.linear_calls == [((4, BLOCK_INPUTS), (HIDDEN, BLOCK_INPUTS), None)] * 2, vllm.linear_calls
+        called = sorted((name, weight) for name, _, weight in vllm.column_calls)
+        plain, gate_up = ("linear", (OUTPUTS, BLOCK_INPUTS)), ("linear_silu_and_mul", (2 * OUTPUTS, BLOCK_INPUTS))
+        assert called == [plain] * 2 + [gate_up] * 2, called
+
+
+@scenario()
+def a_table_has_rows_of_blocks() -> None:
+    kind, gate_up = "linear_fp8_blocks", "linear_silu_and_mul_fp8_blocks"
+    rows = [
+        LayerRow("linear_fp8", HIDDEN, BLOCK_INPUTS, False, 64, True),
+        LayerRow(kind, HIDDEN, 2 * BLOCK_INPUTS, False, 8, True),
+    ]
+    use_table([*rows, LayerRow(gate_up, OUTPUTS, BLOCK_INPUTS, False, 8, True)])
+    with compiler(with_model(compiler_config(norms_by="native"))) as vllm:
+        other, preferred, gates = BlockLayer(), BlockLayer(2 * BLOCK_INPUTS), BlockLayer(outputs=2 * OUTPUTS)
+        first, second = norms(1e-5, 1e-6)
+        silu_and_mul = SiluAndMul()
+
+        def model(x: torch.Tensor) -> Any:
+            y, residual = first(summed(other, wider(x)), x * 1)
+            return y, *second(summed(preferred, wide(wider(x))), residual), silu_and_mul(gates(wider(x)))
+
+        compiled = vllm.trace(model, 64)
+        quantizations = mock.Mock(wraps=operators._quantize)
+        for batch, served in ((8, 1), (9, 0)):
+            for calls in (vllm.linear_calls, vllm.fused_calls, vllm.column_calls):
+                calls.clear()
+            quantizations.reset_mock()
+            with mock.patch.object(operators, "_quantize", quantizations):
+                vllm.check(compiled, model, batch)
+            assert [weight for _, weight, _ in vllm.linear_calls] == [(HIDDEN, 2 * BLOCK_INPUTS)] * served
+            assert [weight for _, _, weight in vllm.column_calls] == [(2 * OUTPUTS, BLOCK_INPUTS)] * served
+            assert quantizations.call_count == 2 * served, "nothing is quantized that llm_comm declines"
+
+
 # ---- What is not ----------------------------------------------------------------------------------------------------
 
 
@@ -242,6 +365,43 @@ def layers_that_llm_comm_does_not_compute_are_left_alone() -> None:
             )
 
         expect(vllm, model, Expected(norms_alone=5))
+
+
+@scenario(LLM_COMM_FUSE_LINEAR="1", LLM_COMM_MAX_MESSAGE_BYTES="1024")
+def blocks_that_are_declined_are_computed_all_the_same() -> None:
+    with compiler(compiler_config(norms_by="native")) as vllm:
+        layers = [BlockLayer(quantizes=quantizes) for quantizes in (True, False)]
+        gates = [BlockLayer(outputs=2 * OUTPUTS, quantizes=quantizes) for quantizes in (True, False)]
+        first, second = norms(1e-5, 1e-6)
+        silu_and_mul = SiluAndMul()
+
+        def model(x: torch.Tensor) -> Any:
+            a, residual = first(summed(layers[0], wider(x)), x * 1)
+            b, residual = second(summed(layers[1], wider(x * 2)), residual)
+            return a, b, residual, *(silu_and_mul(layer(wider(x * 3))) for layer in gates)
+
+        compiled = vllm.trace(model, 64)
+        vllm.check(compiled, model, 9)  # 1,152 bytes
+        assert not vllm.linear_calls
+        vllm.check(compiled, model, 8)
+        assert len(vllm.linear_calls) == 2
+        # Without a communicator of llm_comm, the graph is as right.
+        parallel_state.get_tp_group().device_communicator._llm_comm = None
+        vllm.check(compiled, model, 8)
+
+
+@scenario(LLM_COMM_FUSE_LINEAR="1")
+def blocks_that_llm_comm_does_not_compute_are_left_alone() -> None:
+    with compiler(with_model(compiler_config(norms_by="native"))) as vllm:
+        layer, others = BlockLayer(outputs=OUTPUTS), BlockLayer(outputs=OUTPUTS)
+        others.weight.data = torch.zeros(2 * OUTPUTS, BLOCK_INPUTS).to(FP8)[::2].copy_(others.weight)  # rows lie apart
+
+        def model(x: torch.Tensor) -> Any:
+            y = BY_BOTH(wider(x), layer.weight, layer.weight_scale * 2, GROUP_SIZE, False)
+            weight = (layer.weight.float() * 1).to(FP8)  # which a kernel ahead has written, as those scales
+            return y, BY_BOTH(wider(x * 2), weight, layer.weight_scale, GROUP_SIZE, False), others(wider(x * 3))
+
+        expect(vllm, model, Expected())
 
 
 @scenario(LLM_COMM_FUSE_LINEAR="1", LLM_COMM_MAX_MESSAGE_BYTES="1024")
