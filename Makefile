@@ -21,7 +21,7 @@ SHELL := /bin/bash
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
 .NOTPARALLEL:
-.PHONY: help demo check test test-gpu nightly soak fuzz sanitize mutants lint format docs dist wheels clean
+.PHONY: help demo check test test-gpu nightly soak fuzz sanitize mutants lint format docs dist wheels release clean
 
 help: ## List the commands
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' Makefile
@@ -84,6 +84,9 @@ dist: $(VENV)/.dev ## An sdist, and a wheel built from it in a clean environment
 
 wheels: ## Wheels for the versions of Python that are here, in wheelhouse/ (ARGS="--no-cuda", ARGS=path/to/python)
 	$(PYTHON) tools/build_wheels.py $(ARGS)
+
+release: ## Wheels and sdist of this version, installed and tried, with SHA256SUMS, in wheelhouse/ (ARGS="--no-cuda")
+	$(PYTHON) tools/release.py $(ARGS)
 
 clean: ## Remove what the builds wrote, .venv included
 	rm -rf $(VENV) build dist wheelhouse .pytest_cache .mypy_cache .ruff_cache

@@ -64,6 +64,14 @@ class Communicator(Sums, GatherScatter, LinearLayers):
             device; without a GPU or CUDA kernels in the build, an emulated one.
         config: Options, equal on all ranks. None loads them (``Config.load``).
 
+    Attributes:
+        rank: Rank of this process in the group.
+        world_size: Number of ranks.
+        device: Device of the tensors.
+        config: Options in use.
+        is_emulated: True for an emulated GPU on CPU tensors.
+        memory_kind: Memory of the workspaces: "VMM", "cudaIpc" or "POSIX shared memory".
+
     Raises:
         RendezvousError: Ranks are missing, configured differently, cannot access each other's memory, or are unevenly
             distributed over machines. The text says which ranks and why.

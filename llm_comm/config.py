@@ -166,8 +166,8 @@ _Options = TypeVar("_Options", bound="Config")
 
 
 def _resolving(cls: type[_Options]) -> type[_Options]:
-    """Replace the constructor: options that are not passed come from file and environment. Also fill in the
-    docstring."""
+    """Replace the constructor: options that are not passed come from file and environment. Also add the section
+    ``Args`` to the docstring."""
     take: Callable[..., None] = vars(cls)["__init__"]
 
     @functools.wraps(take)
@@ -183,7 +183,8 @@ def _resolving(cls: type[_Options]) -> type[_Options]:
             take(self, **resolve(os.environ, given, _names_of(cls)))
 
     cls.__init__ = __init__  # type: ignore[method-assign, assignment]
-    cls.__doc__ = (cls.__doc__ or "").replace("    {arguments}", arguments_in_words(vars(cls)["__annotations__"]))
+    arguments = arguments_in_words(vars(cls)["__annotations__"])
+    cls.__doc__ = (cls.__doc__ or "").replace("    Raises:", f"{arguments}\n\n    Raises:")
     return cls
 
 
@@ -202,11 +203,8 @@ class Config:
     increasing precedence: defaults, file, environment, arguments. ``Config.load({}, ...)`` reads neither file nor
     environment.
 
-    The section ``Args`` is generated from ``llm_comm/options.py`` (``help(llm_comm.Config)``, docs/options.md). It says
-    for each option whether all ranks of a group must have the same value. Ranks compare these values when a
-    communicator is made.
-
-    {arguments}
+    docs/options.md and ``help(llm_comm.Config)`` say what each option does, and whether all ranks of a group must have
+    the same value. Ranks compare these values when a communicator is made.
 
     Raises:
         ConfigError: An option is unknown, a value is not allowed, or the file cannot be read.
@@ -272,9 +270,7 @@ class Config:
 @_resolving
 @dataclass(frozen=True, kw_only=True)
 class EngineOptions(Config):
-    """Options of an engine integration: those of ``Config`` and the following, from the same four sources.
-
-    {arguments}
+    """Options of an engine integration: those of ``Config`` and options that only engines read (docs/options.md).
 
     Raises:
         ConfigError: See ``Config``.

@@ -10,6 +10,7 @@ from pathlib import Path
 from llm_comm import _core
 
 VERSION: str = _core.version
+"""Version of the package."""
 
 
 def cuda_compiled() -> bool:

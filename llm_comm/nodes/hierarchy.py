@@ -19,7 +19,7 @@ from llm_comm.planning.plan import NONE, Plan, Problem, declined, without_kernel
 from llm_comm.planning.planner import Planner
 from llm_comm.planning.selection import Layout, why_not_served
 from llm_comm.runtime.core_handle import CoreHandle
-from llm_comm.runtime.status import RankError, fit
+from llm_comm.runtime.status import RankError
 
 
 class SideStream:
@@ -243,7 +243,7 @@ class Hierarchy:
             "must make the same calls in the same order. This communicator cannot be used any more."
         )
         brief = f"disagrees with {topology.names.several(topology.others)}"
-        self._handle.end_with(RankError(MismatchError.__name__, fit(text), brief, topology.rank, topology.others[0]))
+        self._handle.end_with(RankError(MismatchError.__name__, text, brief, topology.rank, topology.others[0]))
 
     def _fail(self, operation: str, error: RuntimeError) -> None:
         """End the communicator because the transport failed, unless another rank has reported a cause."""

@@ -14,7 +14,7 @@ import logging
 import threading
 import time
 import weakref
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from datetime import timedelta
 
 import torch.distributed as dist
@@ -57,7 +57,7 @@ def lost_partners(topology: Topology, transport: str, where: str, why: str) -> R
         "be used any more."
     )
     brief = f"lost {names.several(others)} between the nodes"
-    return RankError(PeerTimeout.__name__, fit(text), brief, rank, others[0])
+    return RankError(PeerTimeout.__name__, text, brief, rank, others[0])
 
 
 class Heartbeat(threading.Thread):
@@ -97,8 +97,8 @@ class Heartbeat(threading.Thread):
         self._last_beats = dict.fromkeys(self.alive_at, "")
 
     def post(self, error: RankError) -> None:
-        """Send a fault report to all ranks, unless there is one already."""
-        self._outgoing = error
+        """Send a fault report to all ranks, unless there is one already. A long text is cut."""
+        self._outgoing = replace(error, text=fit(error.text))
 
     def stop(self) -> None:
         """Stop the thread, within a second. The first rank of a node thereby reports that its node has closed."""
@@ -249,7 +249,7 @@ class NodeWatch(threading.Thread):
         culprit = "" if report.peer == report.rank else f" The culprit: {names.full(report.peer)}."
         by = names.full(report.rank)
         text = f"{names.in_group(rank)} was notified of a failure by {by}.{culprit} Its error: {report.text}"
-        return RankError(report.kind, fit(text), report.brief, rank, report.peer)
+        return RankError(report.kind, text, report.brief, rank, report.peer)
 
     def _silent_node(self) -> RankError | None:
         """Return the error of a node without heartbeat for too long, or None. Without a store no node counts as
@@ -283,7 +283,7 @@ class NodeWatch(threading.Thread):
             "LLM_COMM_TIMEOUT_S sets the limit. This communicator cannot be used any more."
         )
         brief = f"heard nothing of node {node} any more"
-        return RankError(PeerTimeout.__name__, fit(text), brief, topology.rank, ranks[0])
+        return RankError(PeerTimeout.__name__, text, brief, topology.rank, ranks[0])
 
 
 def _failure_of(handle: CoreHandle) -> RankError | None:
@@ -291,7 +291,7 @@ def _failure_of(handle: CoreHandle) -> RankError | None:
     try:
         handle.check()
     except CommunicatorError as error:
-        return RankError(type(error).__name__, fit(str(error)), "has failed", error.rank, error.peer)
+        return RankError(type(error).__name__, str(error), "has failed", error.rank, error.peer)
     except RuntimeError:  # closed at this moment
         return None
     return None

@@ -362,7 +362,7 @@ class LinearLayers:
             x, weight, bias, x_scale, weight_scale, out_dtype: As in ``linear``.
 
         Returns:
-            A new tensor, as ``linear`` returns it. None: nothing was enqueued; the engine computes the layer.
+            A new tensor, as ``linear`` returns it. None if nothing was enqueued; the engine computes the layer.
 
         Raises:
             CommunicatorError, RuntimeError: As in ``linear``.

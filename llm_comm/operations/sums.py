@@ -65,7 +65,7 @@ class Sums:
             x, out: Arguments of ``all_reduce``.
 
         Returns:
-            ``out``, or a new tensor like ``x``. None: ``x`` is declined, and nothing was computed.
+            ``out``, or a new tensor like ``x``. None if ``x`` is declined and nothing was computed.
 
         Raises:
             UnsupportedInputError: ``x`` is accepted, and ``out`` does not fit it.
@@ -118,15 +118,13 @@ class Sums:
           (``csrc/quantization/w8a8/fp8/per_token_group_quant.cu`` there), except that NaN stays NaN. SGLang multiplies
           by reciprocals, so its last bits may differ if scales are no powers of two.
 
-        ====================================  =======================  ==========================================
-        ``quantize``                          strides of the scales    option in the engines' functions
-        ====================================  =======================  ==========================================
-        ``"group"``                           (hidden / 128, 1)
-        ``"group_column_major"``              (1, tokens)              ``column_major_scales``
-        ``"group_column_major_tma"``          (1, tokens rounded up    that and ``tma_aligned_scales`` (vLLM) or
-                                              to a multiple of 4)      ``scale_tma_aligned`` (SGLang)
-        ``"..._ue8m0"``, each of the three    the same                 ``use_ue8m0``
-        ====================================  =======================  ==========================================
+        | ``quantize`` | strides of the scales | option in the engines' functions |
+        |---|---|---|
+        | ``"group"`` | (hidden / 128, 1) | none |
+        | ``"group_column_major"`` | (1, tokens) | ``column_major_scales`` |
+        | ``"group_column_major_tma"`` | (1, tokens rounded up to a multiple of 4) | vLLM: also ``tma_aligned_scales`` |
+        | | | SGLang: also ``scale_tma_aligned`` |
+        | ``"..._ue8m0"``, each of the three | the same | ``use_ue8m0`` |
 
         ``_ue8m0`` rounds scales up to powers of two, at least 2^-33, stored as float32. The packed form of four scales
         in an int32, which DeepGEMM takes on Blackwell, is not supported.
@@ -189,7 +187,7 @@ class Sums:
                 ``all_reduce_add_rms_norm``.
 
         Returns:
-            Result of ``all_reduce_add_rms_norm``. None: nothing was computed.
+            Result of ``all_reduce_add_rms_norm``. None if nothing was computed.
 
         Raises:
             CommunicatorError: The call is served, and this or an earlier call has failed, see ``all_reduce``.

@@ -8,7 +8,7 @@ from dataclasses import replace
 from llm_comm import _core, errors
 from llm_comm.errors import CommunicatorError, ConcurrentUseError, LaunchError, MismatchError, PeerTimeout
 from llm_comm.runtime.rank_names import RankNames
-from llm_comm.runtime.status import LIFE_S, RankError, Sighting, fit
+from llm_comm.runtime.status import LIFE_S, RankError, Sighting
 
 #: Data type of operations that move bytes without interpreting them.
 _BYTE = "byte"
@@ -28,7 +28,7 @@ def explain(error: _core.OperationError, waited_s: float, names: RankNames) -> R
     rank, culprit = names.number(error.rank), names.number(error.peer)
     if error.cause == "transport":
         text = f"{this}: data could not be sent to a peer: {error.text}. This communicator cannot be used any more."
-        return RankError(LaunchError.__name__, fit(text), "could not send data to a peer", rank, rank)
+        return RankError(LaunchError.__name__, text, "could not send data to a peer", rank, rank)
     # Operations are numbered from 1 in texts, as calls are. The device also counts replays of graphs, the host does
     # not.
     number = f"operation {error.sequence + 1} of this communicator, replays counted"
@@ -95,7 +95,7 @@ def explain(error: _core.OperationError, waited_s: float, names: RankNames) -> R
         if error.cause == "peer exited":
             text = f"the process of {peer} has exited, and a {where} waits for it."
     text = f"{this}: {text} This communicator cannot be used any more."
-    return RankError(kind.__name__, fit(text), brief, rank, culprit)
+    return RankError(kind.__name__, text, brief, rank, culprit)
 
 
 def describe_ranks(sightings: Sequence[Sighting], names: RankNames) -> str:

@@ -30,7 +30,7 @@ from llm_comm.runtime.failures import (
     root_cause,
 )
 from llm_comm.runtime.rank_names import RankNames
-from llm_comm.runtime.status import LIFE_S, RankError, RankState, Sighting, StatusBoard, fit
+from llm_comm.runtime.status import LIFE_S, RankError, RankState, Sighting, StatusBoard
 
 logger = logging.getLogger("llm_comm")
 
@@ -136,7 +136,7 @@ class Watchdog(threading.Thread):
             "theirs. This communicator cannot be used any more."
         )
         kind, brief = LaunchError.__name__, "could not launch an operation"
-        return self.end_with(RankError(kind, fit(text), brief, self._number, self._number))
+        return self.end_with(RankError(kind, text, brief, self._number, self._number))
 
     def end_with(self, why: RankError) -> CommunicatorError:
         """End the communicator on all ranks for an error found on the host. Any thread may call this.
@@ -214,7 +214,7 @@ class Watchdog(threading.Thread):
                 f"{self._this}: nobody watches this communicator any more ({type(error).__name__}: {error}). It "
                 "cannot be used any more."
             )
-            failure = RankError(CommunicatorError.__name__, fit(text), "has no watchdog", self._number, self._number)
+            failure = RankError(CommunicatorError.__name__, text, "has no watchdog", self._number, self._number)
             with contextlib.suppress(Exception):  # peers then detect the failure by their timeout
                 self._publish(replace(self._state(), error=failure))
             self._tell(failure)

@@ -49,8 +49,10 @@ def test_lists_end_where_code_hosts_end_them(page: Path) -> None:
 
 def test_the_tools_of_the_site_are_pinned_one_a_line() -> None:
     """The Makefile reads them by lines."""
-    extra = (ROOT / "pyproject.toml").read_text(encoding="utf-8").partition("\ndocs = [\n")[2].partition("\n]")[0]
-    assert len(extra.splitlines()) == 4
+    project = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
+    extra = project.partition("\ndocs = [\n")[2].partition("\n]")[0]
+    assert len(extra.splitlines()) == 7
+    assert len(set(re.findall(r"ruff==[\d.]+", project))) == 1
     assert all(re.fullmatch(r'  "[\w-]+==[\d.]+",', line) for line in extra.splitlines())
 
 

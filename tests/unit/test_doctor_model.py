@@ -113,7 +113,7 @@ def test_a_model_that_no_table_has(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         (
             {"quantization_config": {"quant_method": "fp8", "weight_block_size": [128, 128]}},
             "gate_up_proj",
-            "7168 x 4096, with silu-and-mul in vLLM, FP8 with scales of blocks (in vLLM): measured",
+            "7168 x 4096, with its activation in vLLM, FP8 with scales of blocks (in vLLM): measured",
         ),
         (
             {"quantization_config": {"quant_method": "fp8", "weight_block_size": [64, 128]}},

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import functools
 import json
+import pydoc
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,6 +16,7 @@ import yaml
 
 import bench_serving.cli
 import llm_comm
+import llm_comm.dsl
 from llm_comm.cli.commands import build_parser
 from llm_comm.cli.engine_verdicts import ENGINES, Engine
 from llm_comm.options import OPTIONS
@@ -115,6 +117,14 @@ def test_no_page_is_too_long() -> None:
     assert sum(words.values()) <= 38_000
 
 
+def test_the_page_of_experiments_lists_all_of_them() -> None:
+    folder = ROOT / "docs" / "experiments"
+    listed = re.findall(
+        r"^\| \[([\w.]+)\]\(\1\)", (folder / "README.md").read_text(encoding="utf-8"), flags=re.MULTILINE
+    )
+    assert sorted(listed) == sorted(page.name for page in folder.glob("*.md") if page.name != "README.md")
+
+
 # ---- What pages name -------------------------------------------------------------------------------------------
 
 CODE = [
@@ -199,12 +209,29 @@ def test_targets_of_make_exist(page: Path) -> None:
 
 
 def test_the_page_of_the_api_has_all_public_names() -> None:
+    """`make docs` puts the docstrings of the names in its tables on the page."""
     page = (ROOT / "docs" / "api.md").read_text(encoding="utf-8")
     public = [*llm_comm.__all__, *(each for each in dir(llm_comm.Communicator) if not each.startswith("_"))]
-    assert [each for each in public if not re.search(rf"`{re.escape(each)}\b", page)] == []
-    tables = [row[0] for row in rows("docs/api.md") if row[0].startswith("`")]
-    calls = [call for cell in tables for call in re.findall(r"`(\w+)\(", cell)]
-    assert [call for call in calls if not hasattr(llm_comm, call) and not hasattr(llm_comm.Communicator, call)] == []
+    public += [f"llm_comm.dsl.{each}" for each in llm_comm.dsl.__all__]
+    assert [each for each in public if f"`{each}`" not in page] == []
+
+
+@pytest.mark.parametrize(
+    ("heading", "place"),
+    [
+        ("Package `llm_comm`", "llm_comm."),
+        ("`Communicator`: operations", "llm_comm.Communicator."),
+        ("`Communicator`: queries", "llm_comm.Communicator."),
+        ("`Communicator`: the rest", "llm_comm.Communicator."),
+        ("Other modules", ""),
+    ],
+)
+def test_names_in_the_tables_of_the_api_exist(heading: str, place: str) -> None:
+    table = [cell for row in rows("docs/api.md", heading) for cell in row]
+    names = [name for cell in table for name in re.findall(r"^`([\w.]+)`|, `([\w.]+)`$", cell)]
+    found = [place + (first or last) for first, last in names]
+    assert len(found) >= 10
+    assert [each for each in found if pydoc.locate(each) is None] == []
 
 
 @pytest.mark.parametrize("engine", ENGINES, ids=lambda engine: engine.name)
@@ -273,6 +300,72 @@ def speedups(file: str, over: str) -> dict[str, float]:
     return {batch: arms_of[batch]["llm_comm"]["speedup_over"][over]["median"] for batch in times}
 
 
+# ---- Newest runs -----------------------------------------------------------------------------------------------
+
+
+def newest(kind: str) -> str:
+    """Return the result file of ``kind``, such as ``h200x4_peers``, with the latest date in its name."""
+    return max(path.name for path in RESULTS.glob(f"????-??-??_{kind}.json"))
+
+
+def setup_of(file: str) -> tuple[Any, ...] | None:
+    """Return what decides which run of an engine replaces another: engine, GPUs, model, mode, FlashInfer's all-reduce.
+
+    None for a file that does not compare llm_comm with the engine's own path.
+    """
+    report = load(file)
+    if not isinstance(report, dict) or not isinstance(report.get("decode"), dict):
+        return None
+    if not report["decode"] or not all({"default", "llm_comm"} <= arms.keys() for arms in report["decode"].values()):
+        return None
+    engine, versions, settings = report["engine"], report["versions"], report["settings"]
+    flashinfer = "flashinfer-python" in versions and report["variables"].get("SGLANG_IS_FLASHINFER_AVAILABLE") != "0"
+    model = Path(settings["model"]).name, settings["layers"], settings.get("deterministic", False)
+    return engine, versions[engine], report["device"], *model, flashinfer
+
+
+@functools.cache
+def newest_days() -> dict[tuple[Any, ...], str]:
+    """Return the day of the newest run by setup."""
+    days: dict[tuple[Any, ...], str] = {}
+    for path in sorted(RESULTS.glob("*.json")):
+        if (setup := setup_of(path.name)) is not None:
+            days[setup] = max(days.get(setup, ""), load(path.name)["date"][:10])
+    return days
+
+
+@pytest.mark.parametrize("page", CURRENT, ids=name)
+def test_a_page_with_runs_of_an_engine_has_the_newest(page: Path) -> None:
+    cited = {file for file in _RESULT.findall(page.read_text(encoding="utf-8")) if file.endswith(".json")}
+    shown: dict[tuple[Any, ...], str] = {}
+    for file in cited:
+        if (setup := setup_of(file)) is not None:
+            shown[setup] = max(shown.get(setup, ""), load(file)["date"][:10])
+    assert shown == {setup: newest_days()[setup] for setup in shown}
+
+
+#: Pages that speak of newest runs. ``test_a_page_with_runs_of_an_engine_has_the_newest`` reads those that show some.
+_SPEAK_OF_NEWEST = {"docs/experiments/engines.md", "docs/develop/releasing.md"}
+
+
+def test_what_pages_say_of_newest_runs_is_checked() -> None:
+    found = {name(page) for page in PAGES if re.search(r"\bnewest\s+runs?\b", page.read_text(encoding="utf-8"))}
+    assert found == _SPEAK_OF_NEWEST
+    text = (ROOT / "docs" / "experiments" / "engines.md").read_text(encoding="utf-8").split("\n\n")[1]
+    said = [float(number) for number in re.findall(r"(\d\.\d\d)x", text)]
+    tables: list[list[list[str]]] = []  # default options, then older runs
+    for row in rows("docs/reference/performance.md", "In the engines"):
+        if row[0] == "engine, model":
+            tables.append([])
+        elif _RESULT.search(row[-1]) and "fuse_linear" not in row[0]:
+            tables[-1].append(row)
+    by_default, older = tables
+    experts = [number for number, row in enumerate(by_default) if "experts" in row[0]]
+    bounds = [[float(cell[:-1]) for row in table for cell in row[3:7]] for table in (by_default[: experts[0]], older)]
+    bounds.append([float(number) for row in older for number in re.findall(r"[\d.]+", row[-2])])
+    assert said == [bound for values in bounds for bound in (min(values), max(values))]
+
+
 def assert_shows(text: str, value: float) -> None:
     """The first number of ``text`` is ``value``, to the digits that it has."""
     number = re.search(r"-?\d+(?:\.(\d+))?", text)
@@ -303,15 +396,11 @@ def test_the_readme_shows_the_engines_that_were_measured() -> None:
         assert_shows_speedups(row, 3)
 
 
-@pytest.mark.parametrize(
-    ("heading", "file"),
-    [
-        ("8 GPUs", "2026-11-21_h200x8_peers.json"),
-        ("4 GPUs", "2026-11-26_h200x4_peers.json"),
-        ("2 GPUs", "2026-11-23_h200x2_peers.json"),
-    ],
-)
-def test_performance_shows_the_peers_that_were_measured(heading: str, file: str) -> None:
+@pytest.mark.parametrize("gpus", [8, 4, 2])
+def test_performance_shows_the_newest_peers_that_were_measured(gpus: int) -> None:
+    file, heading = newest(f"h200x{gpus}_peers"), f"{gpus} GPUs"
+    page = (ROOT / "docs" / "reference" / "performance.md").read_text(encoding="utf-8")
+    assert _RESULT.findall(page.partition(f"### {heading}\n")[2])[0] == file
     measured = peers(file)
     shown = [row for row in rows("docs/reference/performance.md", heading) if re.fullmatch(r"\d+[KM]", row[0])]
     assert len(shown) >= 15
@@ -342,7 +431,7 @@ def test_performance_shows_the_engines_that_were_measured() -> None:
 
 
 def test_performance_shows_the_fused_kernel_that_was_measured() -> None:
-    measured = peers("2026-11-26_h200x4_peers.json")
+    measured = peers(newest("h200x4_peers"))
     heading = "All-reduce, residual add and RMSNorm in one kernel"
     shown = [row for row in rows("docs/reference/performance.md", heading) if re.fullmatch(r"\d+[KM]", row[0])]
     assert len(shown) >= 7
@@ -383,9 +472,9 @@ def tuned(*files: str) -> dict[tuple[str, int], tuple[float, float]]:
 @pytest.mark.parametrize(
     ("index", "files"),
     [
-        (0, ["2026-11-23_h200x2_tune.json"]),
-        (1, ["2026-11-26_h200x4_tune.json"]),
-        (2, ["2026-11-25_h100x2_tune.json", "2026-11-26_h100x2_tune.json"]),
+        (0, [newest("h200x2_tune")]),
+        (1, [newest("h200x4_tune")]),
+        (2, ["2026-11-25_h100x2_tune.json", newest("h100x2_tune")]),  # the newest up to 16M, the other above
     ],
 )
 def test_gathers_and_scatters_show_what_was_measured(index: int, files: list[str]) -> None:

@@ -82,7 +82,7 @@ def set_up() -> None:
 def activate() -> None:
     """Let llm_comm compute the layers of models that are created after this call. Call it on all ranks."""
     State.computes_linears = True
-    _say_that_they_are_sglangs.cache_clear()
+    _say_that_fuse_linear_is_off.cache_clear()
 
 
 # ---- Which layers ---------------------------------------------------------------------------------------------------
@@ -122,7 +122,7 @@ def _wants(layer: Any, silu_and_mul: bool = False) -> bool:
         return False
     backend = _their_backend()
     if communicator.config.fuse_linear == "auto" and backend not in _CUBLAS:
-        _say_that_they_are_sglangs(backend)
+        _say_that_fuse_linear_is_off(backend)
         return False
     return True
 
@@ -140,11 +140,10 @@ def _their_backend() -> str:
 
 
 @functools.cache
-def _say_that_they_are_sglangs(backend: str) -> None:
+def _say_that_fuse_linear_is_off(backend: str) -> None:
     if dist.get_rank() == 0:
         logger.info(
-            "llm_comm: linear layers are SGLang's after all: the tuning table compared with cuBLAS, not with "
-            "--bf16-gemm-backend %s",
+            "llm_comm: fuse_linear is off: the tuning table was measured against cuBLAS, this layer uses backend %s",
             backend,
         )
 

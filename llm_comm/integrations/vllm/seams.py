@@ -152,7 +152,7 @@ ROWS = (
     ),
     # Linear layers in compiled graphs. They also need all rows of NORMS (``NEEDS``).
     *digest_rows(LINEAR, f"{_PASSES}.fusion.matcher_utils:MatcherSiluAndMul", "vllm._custom_ops:cutlass_scaled_mm"),
-    *named_rows(LINEAR, "vllm.config:VllmConfig.offload_config"),
+    *named_rows(LINEAR, "vllm.config:VllmConfig.offload_config", "vllm.utils.deep_gemm:is_deep_gemm_e8m0_used"),
     Row(
         INVARIANT_LINEAR,
         f"{_LINEAR}:UnquantizedLinearMethod.apply",
