@@ -13,7 +13,7 @@ from linear_calls import ones
 from reference import assert_bitwise_equal, bits
 from test_linear import assert_same, every_dtype
 from test_linear_fp8 import DECLINED, SHAPES, Operands, decline, operands
-from test_linear_silu import assert_is_silu_and_mul
+from test_linear_gated import assert_is_activated
 
 from llm_comm import UnsupportedInputError
 from llm_comm.operations.fp8 import GROUP_SIZE, empty_scales
@@ -109,19 +109,20 @@ def test_layer(ranks: RankPool, dtype: torch.dtype) -> None:
     ranks.run(1, check_layer, dtype)
 
 
-def check_silu(dtype: torch.dtype) -> None:
+def check_gated(method: str, dtype: torch.dtype) -> None:
     with make_communicator() as comm:
         for tokens, inputs, outputs in SHAPES:
             of = block_operands(comm.rank, tokens, inputs, 2 * outputs)
             of = of._replace(x_scale=of.x_scale / 64)  # fp16 holds products of gate and up
             products = comm.linear(of.x, of.weight, **of.scales(), out_dtype=dtype)
-            y = comm.linear_silu_and_mul(of.x, of.weight, **of.scales(), out_dtype=dtype)
-            assert_is_silu_and_mul(y, products, f"{tokens} tokens, {inputs} inputs, {outputs} outputs")
+            y = getattr(comm, method)(of.x, of.weight, **of.scales(), out_dtype=dtype)
+            assert_is_activated(method, y, products, f"{tokens} tokens, {inputs} inputs, {outputs} outputs")
 
 
 @every_dtype
-def test_silu_and_mul(ranks: RankPool, dtype: torch.dtype) -> None:
-    ranks.run(1, check_silu, dtype)
+@pytest.mark.parametrize("method", ["linear_silu_and_mul", "linear_gelu_tanh_and_mul"])
+def test_gate_and_up(ranks: RankPool, method: str, dtype: torch.dtype) -> None:
+    ranks.run(1, check_gated, method, dtype)
 
 
 def check_rows() -> None:
