@@ -13,7 +13,7 @@ max_world_size: int
 #: Variables that can forbid NVLink multicast, each with the value that usually does.
 multicast_switches: dict[str, str]
 #: Of a symmetric heap.
-max_segments: int
+max_windows: int
 #: Of linear layers: rows of x, if they are few, and of ``linear_of_any_batch``; what inputs and outputs are multiples
 #: of, those of FP8 inputs, and at most.
 linear_max_tokens: int
@@ -54,7 +54,7 @@ class _Algorithm:
     ranges: dict[str, tuple[int, int, bool]]
     # Bit i: buffer i has to lie in symmetric memory.
     symmetric: int
-    by_switch: bool
+    uses_multimem: bool
     sums_in_switch: bool
     ranks_may_differ: bool
     needs_row: bool
@@ -83,7 +83,7 @@ class Problem:
         self, *, count: int, row: int, data_type: int, world_size: int, parameters: Sequence[float]
     ) -> None: ...
 
-class Choice:
+class TuningParameters:
     def __init__(
         self,
         *,
@@ -178,10 +178,10 @@ class Shape:
     def last(self) -> Grid: ...
 
 # Raises ValueError for what the algorithm, the workspace or the device does not take.
-def shape(algorithm: int, problem: Problem, choice: Choice, limits: Limits, /) -> Shape: ...
+def shape(algorithm: int, problem: Problem, choice: TuningParameters, limits: Limits, /) -> Shape: ...
 
 # Simplest first.
-def candidates(algorithm: int, problem: Problem, limits: Limits, /) -> list[Choice]: ...
+def candidates(algorithm: int, problem: Problem, limits: Limits, /) -> list[TuningParameters]: ...
 
 # Fields of a planning.tables.Row, and what a tuning table says (csrc/host/tables.h): the parameters of
 # planning.catalogue._table_of.
@@ -217,7 +217,7 @@ def staging_bytes(workspace_bytes: int, /) -> int: ...
 
 # ---- The core of a rank ----
 
-# Places are (segment, offset) of the symmetric heap; ``data_type`` is by number; bits of ``symmetric``: 1, peers use
+# Places are (window, offset) of the symmetric heap; ``data_type`` is by number; bits of ``symmetric``: 1, peers use
 # the input; 2, the output.
 class ProgramLaunch:
     def __init__(
@@ -278,7 +278,7 @@ class Loan:
     def has_ended(self) -> bool: ...
 
 # How many calls of one kind there were. Any thread may add and read.
-class Tally:
+class CallStatistics:
     def __init__(self) -> None: ...
     @property
     def calls(self) -> int: ...
@@ -293,7 +293,7 @@ class Tally:
 
 # Counts calls of messages of so many bytes.
 class Counter:
-    def __init__(self, tally: Tally, bytes: int) -> None: ...
+    def __init__(self, statistics: CallStatistics, bytes: int) -> None: ...
     # A call that launches nothing. All others the core counts, unless they fail.
     def add(self) -> None: ...
 
@@ -351,16 +351,16 @@ class Core:
     def load_program(self, image: bytes, kernel: str, title: str) -> int: ...
     # The function takes input, output and a stream.
     def prepare_program(self, launch: ProgramLaunch, counter: Counter | None = None) -> Callable[..., bool]: ...
-    # Segments of the symmetric heap. Handles are as those of workspaces.
-    def create_segment(self, segment: int, bytes: int, use_ipc: bool) -> tuple[int, bytes]: ...
-    def map_segment(self, segment: int, peer: int, fd: int, bytes: bytes) -> None: ...
-    def unmap_segment(self, segment: int, /) -> None: ...
-    def close_segment(self, segment: int, /) -> None: ...
-    # The segment that holds so many bytes of this rank's memory, and where they begin in it.
+    # Windows of the symmetric heap. Handles are as those of workspaces.
+    def create_window(self, window: int, bytes: int, use_ipc: bool) -> tuple[int, bytes]: ...
+    def map_window(self, window: int, peer: int, fd: int, bytes: bytes) -> None: ...
+    def unmap_window(self, window: int, /) -> None: ...
+    def close_window(self, window: int, /) -> None: ...
+    # The window that holds so many bytes of this rank's memory, and where they begin in it.
     def find(self, address: int, bytes: int, /) -> tuple[int, int] | None: ...
     # A DLPack capsule of so many bytes of this rank's own memory, which its tensor keeps; ``device``: that of CUDA, or
     # -1.
-    def lend(self, segment: int, offset: int, bytes: int, device: int) -> tuple[object, Loan]: ...
+    def lend(self, window: int, offset: int, bytes: int, device: int) -> tuple[object, Loan]: ...
     def channels(
         self, memory: tuple[int, int], bytes: int, semaphore_words: tuple[int, int], semaphores: int
     ) -> bytes: ...

@@ -128,8 +128,8 @@ struct Chunked {
   }
 
   // If the staging memory is too small, chunks shrink and the number of blocks stays.
-  static Tiling tile(const Problem& problem, const Choice& choice, const Limits& limits) {
-    Tiling tiling{choice.blocks, choice.tile_lines, 1, choice.depth < kMinHBDepth ? kMinHBDepth : choice.depth,
+  static Tiling tile(const Problem& problem, const TuningParameters& tuning, const Limits& limits) {
+    Tiling tiling{tuning.blocks, tuning.tile_lines, 1, tuning.depth < kMinHBDepth ? kMinHBDepth : tuning.depth,
                   problem.count};
     const uint64_t of_a_line = staging_bytes({tiling.blocks, 1, 1, tiling.depth, 0}, problem.world);
     const uint64_t most = of_a_line == 0 ? 0 : limits.staging_bytes / of_a_line;
@@ -167,8 +167,8 @@ struct Chunked {
     return threads < kWarpThreads ? kWarpThreads : threads < kMaxTeamThreads ? threads : kMaxTeamThreads;
   }
 
-  static std::vector<Choice> candidates(const Problem& problem, const Limits& limits) {
-    std::vector<Choice> found;
+  static std::vector<TuningParameters> candidates(const Problem& problem, const Limits& limits) {
+    std::vector<TuningParameters> found;
     if (problem.bytes() < 1 << 20) return found;
     const uint32_t sms = limits.multiprocessors();
     for (uint32_t blocks : up_to(Algorithm::kTunables.max("blocks"), {sms / 2, sms, 2 * sms})) {

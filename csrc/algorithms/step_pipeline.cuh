@@ -81,9 +81,9 @@ class ChunkBuffers {
  private:
   // Buffer on `receiver` for chunk t of `sender`.
   LLM_COMM_DEVICE Line* of(uint32_t receiver, uint32_t hop, uint32_t t, uint32_t sender) const {
-    const uint64_t place =
+    const uint64_t buffer =
         (uint64_t{t % turns_} * block_count() + block_) * (World - 1) + among_others(sender, receiver);
-    return staging_of(comm_, receiver, hop) + place * chunk_lines_;
+    return staging_of(comm_, receiver, hop) + buffer * chunk_lines_;
   }
 
   const DeviceComm& comm_;

@@ -22,10 +22,10 @@ struct TiledParts {
 
   static constexpr uint64_t threads_of_line(uint64_t world) { return world <= kMaxWorldByLines ? 1 : world; }
 
-  static Tiling tile(const Problem& problem, const Choice& choice, const Limits& limits) {
+  static Tiling tile(const Problem& problem, const TuningParameters& tuning, const Limits& limits) {
     const uint32_t most_tile_lines =
         floor_power_of_two(static_cast<uint32_t>(kMaxPartThreads / threads_of_line(problem.world)));
-    const uint32_t tile_lines = choice.tile_lines < most_tile_lines ? choice.tile_lines : most_tile_lines;
+    const uint32_t tile_lines = tuning.tile_lines < most_tile_lines ? tuning.tile_lines : most_tile_lines;
     const uint64_t most_lines =
         most_units(limits.slot_bytes, [&](uint64_t lines) { return Algorithm::slot_bytes(lines, problem.world); });
     const uint64_t lines = divide_up(problem.bytes(), sizeof(Line));
@@ -35,7 +35,7 @@ struct TiledParts {
       launch_lines = divide_up(lines, divide_up(lines, most_lines) * tile_lines) * tile_lines;
       if (launch_lines > most_lines) launch_lines = most_lines;
     }
-    return {choice.blocks, tile_lines, 1, 0, launch_lines * sizeof(Line) / element_bytes(problem.type)};
+    return {tuning.blocks, tile_lines, 1, 0, launch_lines * sizeof(Line) / element_bytes(problem.type)};
   }
 
   static Grid grid(const Problem& problem, const Tiling& tiling, uint64_t units, const Limits& limits) {
@@ -62,9 +62,9 @@ struct TiledParts {
             static_cast<uint32_t>(Algorithm::shared_lines(tiling.tile_lines, problem.world) * sizeof(Line))};
   }
 
-  static std::vector<Choice> candidates(const Problem& problem, const Limits& limits) {
+  static std::vector<TuningParameters> candidates(const Problem& problem, const Limits& limits) {
     constexpr uint64_t kMaxRounds = 32;  // tiles that a block walks over
-    std::vector<Choice> found;
+    std::vector<TuningParameters> found;
     const uint64_t lines = divide_up(problem.bytes(), sizeof(Line));
     for (uint32_t tile_lines = 8; tile_lines <= 256 && tile_lines * threads_of_line(problem.world) <= kMaxPartThreads;
          tile_lines *= 2) {

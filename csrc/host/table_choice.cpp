@@ -47,13 +47,14 @@ const NearDevice* near_device(const std::string& device) {
   return nullptr;
 }
 
-Row row(const char* operation, uint64_t up_to, const char* algorithm, const char* protocol, const Choice& choice) {
+Row row(const char* operation, uint64_t up_to, const char* algorithm, const char* protocol,
+        const TuningParameters& tuning) {
   const auto& all = algorithms();
   for (uint32_t number = 0; number < all.size(); ++number) {
     if (all[number].operation->name == std::string_view(operation) &&
         all[number].info->name == std::string_view(algorithm) &&
         all[number].info->protocol == std::string_view(protocol)) {
-      return {operation, up_to, number, choice};
+      return {operation, up_to, number, tuning};
     }
   }
   throw std::logic_error(std::string("no algorithm ") + algorithm + " of " + operation);

@@ -56,7 +56,7 @@ bool can_run(const Row& row) {
   const host::Algorithm& algorithm = host::algorithms()[row.algorithm];
   const bool is_served =
       row.operation == "all_reduce" || row.operation == "all_gather" || row.operation == "reduce_scatter";
-  return is_served && row.program.empty() && algorithm.info->symmetric == 0 && !algorithm.info->by_switch;
+  return is_served && row.program.empty() && algorithm.info->symmetric == 0 && !algorithm.info->uses_multimem;
 }
 
 }  // namespace
@@ -82,9 +82,9 @@ std::string digest_of(const Table& table) {
   std::ostringstream text;
   text << table.max_message_bytes;
   for (const Row& row : table.rows) {
-    const Choice& choice = row.choice;
-    text << '|' << row.operation << ' ' << row.up_to << ' ' << row.algorithm << ' ' << choice.blocks << ' '
-         << choice.threads << ' ' << choice.tile_lines << ' ' << choice.depth;
+    const TuningParameters& tuning = row.tuning;
+    text << '|' << row.operation << ' ' << row.up_to << ' ' << row.algorithm << ' ' << tuning.blocks << ' '
+         << tuning.threads << ' ' << tuning.tile_lines << ' ' << tuning.depth;
   }
   // FNV-1a is sufficient: ranks compare their own choices, not data of an adversary.
   uint64_t hash = 14695981039346656037u;
@@ -173,8 +173,8 @@ std::vector<Row> Selection::rows_of(const std::string& operation) const {
 }
 
 // Rule of llm_comm/planning/selection.py for a communicator with default options.
-std::optional<std::pair<uint32_t, Choice>> Selection::choose(const std::string& operation, const Problem& problem,
-                                                             uint64_t bytes) const {
+std::optional<std::pair<uint32_t, TuningParameters>> Selection::choose(const std::string& operation,
+                                                                       const Problem& problem, uint64_t bytes) const {
   const auto& all = host::algorithms();
   const auto has_type = [&](const host::Algorithm& algorithm) {
     return std::find(algorithm.types.begin(), algorithm.types.end(), problem.type) != algorithm.types.end();
@@ -183,7 +183,7 @@ std::optional<std::pair<uint32_t, Choice>> Selection::choose(const std::string& 
   const auto row = std::find_if(rows.begin(), rows.end(), [&](const Row& one) { return bytes <= one.up_to; });
   if (!rows.empty()) {
     const Row& of_size = row == rows.end() ? rows.back() : *row;
-    if (has_type(all[of_size.algorithm])) return std::pair(of_size.algorithm, of_size.choice);
+    if (has_type(all[of_size.algorithm])) return std::pair(of_size.algorithm, of_size.tuning);
   }
   for (uint32_t number = 0; number < all.size(); ++number) {
     if (!needs_no_row(all[number], operation) || !has_type(all[number])) continue;

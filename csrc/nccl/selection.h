@@ -65,8 +65,8 @@ class Selection {
   // Rows of the table for an operation. If it has none: the default rows; for all_reduce an empty list.
   std::vector<Row> rows_of(const std::string& operation) const;
   // Registry number and tuning parameters; empty if no algorithm supports the message.
-  std::optional<std::pair<uint32_t, Choice>> choose(const std::string& operation, const Problem& problem,
-                                                    uint64_t bytes) const;
+  std::optional<std::pair<uint32_t, TuningParameters>> choose(const std::string& operation, const Problem& problem,
+                                                              uint64_t bytes) const;
 
   Table table_;
   uint32_t world_;

@@ -25,10 +25,10 @@ class PortBuffers {
   LLM_COMM_DEVICE uint64_t offset(uint32_t receiver, uint32_t sender, uint32_t turn) const {
     const uint32_t half = turn / turns_of_half_;
     const uint32_t senders = comm_.world_size - 1;
-    const uint64_t place =
+    const uint64_t buffer =
         (uint64_t{turn - half * turns_of_half_} * senders + among_others(sender, receiver)) * block_count() + block_;
     const uint64_t half_lines = comm_.staging_bytes / (2 * sizeof(Line));
-    return staging_offset(comm_) + (half * half_lines + place * chunk_lines_) * sizeof(Line);
+    return staging_offset(comm_) + (half * half_lines + buffer * chunk_lines_) * sizeof(Line);
   }
 
   // Address of that chunk on this rank.
@@ -111,8 +111,8 @@ struct InPortChunks {
   }
 
   // If the staging memory is too small, chunks shrink and the number of blocks stays.
-  static Tiling tile(const Problem& problem, const Choice& choice, const Limits& limits) {
-    Tiling tiling{choice.blocks, choice.tile_lines, 1, choice.depth == 0 ? 1 : choice.depth, problem.count};
+  static Tiling tile(const Problem& problem, const TuningParameters& tuning, const Limits& limits) {
+    Tiling tiling{tuning.blocks, tuning.tile_lines, 1, tuning.depth == 0 ? 1 : tuning.depth, problem.count};
     if (tiling.blocks > most_blocks(problem.world)) tiling.blocks = most_blocks(problem.world);
     const uint64_t of_a_line = bytes_of_half({tiling.blocks, 1, 1, tiling.depth, 0}, problem.world);
     const uint64_t most = of_a_line == 0 ? 0 : half_bytes(limits) / of_a_line;
@@ -152,10 +152,10 @@ struct InPortChunks {
   }
 
   // One copy carries the chunks of all blocks; only choices with copies of at least 1 MiB are worth measuring.
-  static std::vector<Choice> candidates(const Problem& problem, const Limits& limits) {
+  static std::vector<TuningParameters> candidates(const Problem& problem, const Limits& limits) {
     constexpr uint64_t kLeastBytes = 4 << 20;
     constexpr uint64_t kLeastCopy = 1 << 20;
-    std::vector<Choice> found;
+    std::vector<TuningParameters> found;
     if (problem.bytes() < kLeastBytes) return found;
     for (uint32_t blocks : {8u, 16u, 32u, 64u}) {
       if (blocks > most_blocks(problem.world)) continue;

@@ -21,7 +21,7 @@
 
 #include "algorithms/step_pipeline.cuh"
 #include "llm_comm/switch_channel.cuh"
-#include "optional/by_switch.h"
+#include "optional/multimem.h"
 
 namespace llm_comm::inline LLM_COMM_TARGET {
 
@@ -67,8 +67,8 @@ class SwitchBuffers {
 
   // Buffer for chunk t of a part in this rank's memory.
   LLM_COMM_DEVICE Line* of(uint32_t hop, uint32_t t, uint32_t part) const {
-    const uint64_t place = (uint64_t{t % turns_} * block_count() + block_) * Parts + part;
-    return staging_of(comm_, comm_.rank, hop) + place * chunk_lines_;
+    const uint64_t buffer = (uint64_t{t % turns_} * block_count() + block_) * Parts + part;
+    return staging_of(comm_, comm_.rank, hop) + buffer * chunk_lines_;
   }
 
   const DeviceComm& comm_;
@@ -89,15 +89,15 @@ struct ChunkedBySwitch : Chunked<Algorithm> {
   }
 
   static Grid grid(const Problem& problem, const Tiling& tiling, uint64_t units, const Limits& limits) {
-    check_switch(limits);
+    check_multimem(limits);
     return Chunked<Algorithm>::grid(problem, tiling, units, limits);
   }
 
   // Engines change to such algorithms from 0.5 MiB on. Below 1 MiB, where no HB algorithm is a candidate, chunks are
   // small.
-  static std::vector<Choice> candidates(const Problem& problem, const Limits& limits) {
+  static std::vector<TuningParameters> candidates(const Problem& problem, const Limits& limits) {
     constexpr uint64_t kFewestBytes = 64 << 10;
-    std::vector<Choice> found = Chunked<Algorithm>::candidates(problem, limits);
+    std::vector<TuningParameters> found = Chunked<Algorithm>::candidates(problem, limits);
     if (!found.empty() || problem.bytes() < kFewestBytes) return found;
     const uint32_t sms = limits.multiprocessors();
     for (uint32_t blocks : up_to(Algorithm::kTunables.max("blocks"), {sms / 2, sms})) {

@@ -47,10 +47,10 @@ py::list fields_of(const std::vector<Row>& rows) {
   for (const Row& row : rows) {
     const AlgorithmInfo& info = *algorithms()[row.algorithm].info;
     const bool is_program = !row.program.empty();
-    const Choice& choice = row.choice;
+    const TuningParameters& tuning = row.tuning;
     found.append(py::make_tuple(row.up_to, row.operation, is_program ? row.program.c_str() : info.name,
-                                is_program ? "DSL" : info.protocol, choice.blocks, choice.threads, choice.tile_lines,
-                                choice.cluster, choice.depth, meaning_of(row.us), meaning_of(row.runner_up)));
+                                is_program ? "DSL" : info.protocol, tuning.blocks, tuning.threads, tuning.tile_lines,
+                                tuning.cluster, tuning.depth, meaning_of(row.us), meaning_of(row.runner_up)));
   }
   return found;
 }

@@ -91,7 +91,7 @@ class Compiled:
         for space in self._kernel.symmetric:
             self._check_place(space, x if space is ir.Space.INPUT else out)
         if message == 0:
-            self._site.handle.tallies.counter(self.program.operation.value, 0, NONE, NONE).add()
+            self._site.handle.statistics.counter(self.program.operation.value, 0, NONE, NONE).add()
             return out
         run = self._prepared.get(x.nbytes)
         if run is None:
@@ -111,7 +111,7 @@ class Compiled:
         # A message of an operation with shards is one shard, as in plans.
         message_bytes = min(input_bytes, output_bytes)
         kind = self.program.operation.value, message_bytes, programs.name_of(self.program), PROTOCOL
-        run = self._kernel.prepare(input_bytes, output_bytes, self._site.handle.tallies.counter(*kind))
+        run = self._kernel.prepare(input_bytes, output_bytes, self._site.handle.statistics.counter(*kind))
         return within_range(run, self._site.device, *kind) if self._has_ranges else run
 
     def _error(self, why: str) -> UnsupportedInputError:

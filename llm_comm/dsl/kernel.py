@@ -20,14 +20,14 @@ from llm_comm.dsl.compiler import grid
 from llm_comm.dsl.compiler.analysis import works_in_place
 from llm_comm.dsl.compiler.cache import compile_image
 from llm_comm.dsl.compiler.grid import Limits, limits_of
-from llm_comm.dsl.compiler.layout import Layout, armed_ranges, chunk_lines, lay_out, outer_parts
+from llm_comm.dsl.compiler.layout import Layout, chunk_lines, lay_out, outer_parts, sentinel_ranges
 from llm_comm.dsl.compiler.runs import runs_of
 from llm_comm.dsl.compiler.source import generate, is_moved, kernel_name, shared_bytes, symmetric_spaces
 from llm_comm.dsl.compiler.text import Element, element_of
 from llm_comm.dsl.rendering import digest
 from llm_comm.errors import quoted
 from llm_comm.operations.operation import TORCH_TYPES
-from llm_comm.planning.programs import OWN_CHOICE, LaunchChoice
+from llm_comm.planning.programs import DEFAULT_LAUNCH, LaunchParameters
 from llm_comm.runtime.channels import Channels, open_channels
 from llm_comm.runtime.comparison import check_alike, digest_of
 from llm_comm.runtime.core_handle import CoreHandle
@@ -180,21 +180,21 @@ class Kernel:
 
     def _arm(self, memory: torch.Tensor) -> None:
         memory.zero_()
-        for begin, end in armed_ranges(self.program, self._layout):
+        for begin, end in sentinel_ranges(self.program, self._layout):
             memory[begin:end] = 0xFF
         if memory.is_cuda:
             torch.cuda.current_stream(memory.device).synchronize()
 
-    def why_not(self, choice: LaunchChoice) -> str:
+    def why_not(self, choice: LaunchParameters) -> str:
         """Return why the kernel cannot be launched with these parameters, or ""."""
         return grid.why_not(choice, self._limits, len(self.program.groups), self._site.device)
 
-    def candidates(self, message_bytes: int) -> list[LaunchChoice]:
+    def candidates(self, message_bytes: int) -> list[LaunchParameters]:
         """Return launch parameters to measure, the kernel's own first. No two give the same grid."""
         lines = chunk_lines(message_bytes // self.outer, self._pieces)
         return grid.candidates(self._limits, len(self.program.groups), lines)
 
-    def grid(self, message_bytes: int, choice: LaunchChoice = OWN_CHOICE) -> tuple[int, int]:
+    def grid(self, message_bytes: int, choice: LaunchParameters = DEFAULT_LAUNCH) -> tuple[int, int]:
         """Return the blocks of all groups and the threads of a block. ``why_not(choice)`` must be ""."""
         groups = len(self.program.groups)
         limits = grid.narrowed(self._limits, choice, groups)
@@ -202,7 +202,7 @@ class Kernel:
         return instances * groups, threads
 
     def prepare(
-        self, input_bytes: int, output_bytes: int, counter: _core.Counter, choice: LaunchChoice = OWN_CHOICE
+        self, input_bytes: int, output_bytes: int, counter: _core.Counter, choice: LaunchParameters = DEFAULT_LAUNCH
     ) -> Callable[..., bool]:
         """Return a function that launches a call: it takes addresses of input and output and a stream, and returns
         whether the launch was enqueued. ``counter`` counts enqueued launches.
@@ -269,21 +269,21 @@ class ProgramKernels:
             self._kernels[data_type] = kernel
         self.workspace_bytes = kernel.workspace_bytes
 
-    def why_not(self, choice: LaunchChoice) -> str:
+    def why_not(self, choice: LaunchParameters) -> str:
         """See ``planning.programs.Kernels``."""
         # The kernels of all dtypes have the same limits.
         return next(iter(self._kernels.values())).why_not(choice)
 
-    def candidates(self, data_type: str, message_bytes: int) -> list[LaunchChoice]:
+    def candidates(self, data_type: str, message_bytes: int) -> list[LaunchParameters]:
         """See ``planning.programs.Kernels``."""
         return self._kernels[data_type].candidates(self._whole(message_bytes))
 
-    def grid(self, data_type: str, message_bytes: int, choice: LaunchChoice) -> tuple[int, int]:
+    def grid(self, data_type: str, message_bytes: int, choice: LaunchParameters) -> tuple[int, int]:
         """See ``planning.programs.Kernels``."""
         return self._kernels[data_type].grid(self._whole(message_bytes), choice)
 
     def prepare(
-        self, data_type: str, message_bytes: int, choice: LaunchChoice, counter: _core.Counter
+        self, data_type: str, message_bytes: int, choice: LaunchParameters, counter: _core.Counter
     ) -> Callable[..., bool]:
         """See ``planning.programs.Kernels``."""
         kernel = self._kernels[data_type]

@@ -190,7 +190,7 @@ class Linear:
         ):
             why = self._why_not(x, weight, scaling, bias, weight_of(operation))
             if why:
-                self._handle.tallies.decline(self._name, why)
+                self._handle.statistics.decline(self._name, why)
                 raise UnsupportedInputError(f"{operation}: {why}")
             prepared = self._prepare(x, weight, scaling)
         if weight.data_ptr() % ALIGNMENT != 0:
@@ -265,7 +265,7 @@ class Linear:
             return self._accepts_traced(x, weight, scaling, bias)
         why = self._why_not(x, weight, scaling, bias)
         if why:
-            self._handle.tallies.decline(self._name, why)
+            self._handle.statistics.decline(self._name, why)
         return not why
 
     def _accepts_traced(
@@ -311,7 +311,7 @@ class Linear:
             shape = (*x.shape[:-1], outputs)
             elements = math.prod(shape)
             kind = self._name, elements * dtype.itemsize, _ALGORITHM, NONE
-            counter = self._handle.tallies.counter(*kind)
+            counter = self._handle.statistics.counter(*kind)
             scales = {} if scaling is None else {"scales": scaling.whose(x, rows)}
             if scaling is not None and _core.SCALE_OF_BLOCK in scales["scales"]:
                 scales["x_scale_strides"] = scaling.strides_of_blocks()

@@ -21,7 +21,7 @@ PROTOCOL = "DSL"
 
 
 @dataclass(frozen=True)
-class LaunchChoice:
+class LaunchParameters:
     """Launch parameters of a DSL program.
 
     Attributes:
@@ -35,7 +35,7 @@ class LaunchChoice:
 
 
 #: Leaves both parameters to the program.
-OWN_CHOICE = LaunchChoice()
+DEFAULT_LAUNCH = LaunchParameters()
 
 
 class Kernels(Protocol):
@@ -57,18 +57,18 @@ class Kernels(Protocol):
     def sums_in_rank_order(self) -> bool:
         """True if sums are those of the library: in rank order, in fp32, rounded once."""
 
-    def why_not(self, choice: LaunchChoice) -> str:
+    def why_not(self, choice: LaunchParameters) -> str:
         """Return why the program cannot be launched with these parameters, or "". Equal on all ranks."""
 
-    def candidates(self, data_type: str, message_bytes: int) -> Sequence[LaunchChoice]:
+    def candidates(self, data_type: str, message_bytes: int) -> Sequence[LaunchParameters]:
         """Return launch parameters worth measuring for a message, the program's own first. No two give the same
         grid."""
 
-    def grid(self, data_type: str, message_bytes: int, choice: LaunchChoice) -> tuple[int, int]:
+    def grid(self, data_type: str, message_bytes: int, choice: LaunchParameters) -> tuple[int, int]:
         """Return the blocks of a launch and their threads. ``why_not(choice)`` must be ""."""
 
     def prepare(
-        self, data_type: str, message_bytes: int, choice: LaunchChoice, counter: _core.Counter
+        self, data_type: str, message_bytes: int, choice: LaunchParameters, counter: _core.Counter
     ) -> Callable[..., bool]:
         """Return a function that launches the program. It takes addresses of input and output and a stream, and returns
         whether the launch was enqueued. ``counter`` counts the calls."""
@@ -92,9 +92,9 @@ def rows_of_programs(table: TuningTable) -> Iterator[Row]:
         yield from table.rows.get(of_programs(operation), ())
 
 
-def choice_of(row: Row) -> LaunchChoice:
+def choice_of(row: Row) -> LaunchParameters:
     """Return the launch parameters of a row."""
-    return LaunchChoice(row.blocks or None, row.threads or None)
+    return LaunchParameters(row.blocks or None, row.threads or None)
 
 
 def check_rows(table: TuningTable, programs: Mapping[str, Kernels]) -> None:
@@ -164,13 +164,13 @@ class _Named(NamedTuple):
 
     name: str
     because: str
-    choice: LaunchChoice
+    choice: LaunchParameters
 
 
 def _named_for(problem: Problem, table: TuningTable, config: Config) -> _Named | None:
     """Return the program named for a message, or None."""
     if registry.is_program(config.algorithm):
-        return _Named(config.algorithm, f"algorithm forced to {config.algorithm}", OWN_CHOICE)
+        return _Named(config.algorithm, f"algorithm forced to {config.algorithm}", DEFAULT_LAUNCH)
     rows = table.rows.get(of_programs(problem.operation), ())
     if config.algorithm != "auto" or not rows:
         return None
@@ -183,13 +183,15 @@ def _named_for(problem: Problem, table: TuningTable, config: Config) -> _Named |
     return _Named(row.algorithm, f"{table.name}, up to {row.up_to} bytes", choice_of(row))
 
 
-def _within_max_blocks(kernels: Kernels, problem: Problem, choice: LaunchChoice, config: Config) -> LaunchChoice:
+def _within_max_blocks(
+    kernels: Kernels, problem: Problem, choice: LaunchParameters, config: Config
+) -> LaunchParameters:
     """Apply option max_blocks to the launch parameters of a large message."""
     most = config.max_blocks
     if most is None or problem.message_bytes() < LARGE_BYTES:
         return choice
     blocks, _ = kernels.grid(problem.data_type, problem.message_bytes(), choice)
-    return choice if blocks <= most else LaunchChoice(most, choice.threads)
+    return choice if blocks <= most else LaunchParameters(most, choice.threads)
 
 
 def _why_not(kernels: Kernels, problem: Problem) -> str:

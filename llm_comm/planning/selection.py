@@ -17,7 +17,7 @@ from llm_comm.planning.multicast import NO_MULTICAST, Multicast
 from llm_comm.planning.plan import Plan, Problem, without_kernel
 from llm_comm.planning.tables import ALL_REDUCE, FUSED, Row, TuningTable, of_symmetric, row_of, row_of_fields
 
-_LARGEST_NUMBER = (1 << 32) - 1  # largest value of a field of ``Choice``
+_LARGEST_NUMBER = (1 << 32) - 1  # largest value of a field of ``TuningParameters``
 _LINE_BYTES = 16
 # Smallest chunk in 16-byte lines of an operation with few blocks. The core takes fewer if staging memory is short.
 _FEWEST_LINES = 128
@@ -38,7 +38,7 @@ class Layout(NamedTuple):
 
 class _Chosen(NamedTuple):
     algorithm: registry.Algorithm
-    choice: _core.Choice
+    choice: _core.TuningParameters
     reason: str
 
 
@@ -311,12 +311,12 @@ def derive_fused_rows(rows: tuple[Row, ...]) -> tuple[Row, ...]:
 
 def _without_switch(rows: tuple[Row, ...]) -> tuple[Row, ...]:
     algorithms = registry.operations()[ALL_REDUCE].algorithms
-    by_switch = {(a.name, a.protocol) for a in algorithms if a.by_switch}
+    by_switch = {(a.name, a.protocol) for a in algorithms if a.uses_multimem}
     return tuple(row for row in rows if (row.algorithm, row.protocol) not in by_switch)
 
 
-def _choice(row: Row, table: TuningTable) -> _core.Choice:
-    return _core.Choice(
+def _choice(row: Row, table: TuningTable) -> _core.TuningParameters:
+    return _core.TuningParameters(
         blocks=row.blocks,
         threads=row.threads,
         tile_lines=row.tile_lines,
@@ -343,21 +343,21 @@ def _with_few_blocks(
     tile_lines = min(max(lines_of_block // 4, _FEWEST_LINES), _LINES_OF_FEW_BLOCKS)
     for algorithm in algorithms:
         if algorithm.protocol == "HB":
-            choice = _core.Choice(blocks=config.max_blocks, tile_lines=tile_lines, depth=2)
+            choice = _core.TuningParameters(blocks=config.max_blocks, tile_lines=tile_lines, depth=2)
             return _Chosen(algorithm, choice, reason)
     return chosen._replace(reason=reason)
 
 
-def _is_bound(choice: _core.Choice, problem: Problem, config: Config) -> bool:
+def _is_bound(choice: _core.TuningParameters, problem: Problem, config: Config) -> bool:
     most = config.max_blocks
     return most is not None and choice.blocks > most and problem.whole_bytes() >= LARGE_BYTES
 
 
-def _bounded(choice: _core.Choice, problem: Problem, config: Config) -> _core.Choice:
+def _bounded(choice: _core.TuningParameters, problem: Problem, config: Config) -> _core.TuningParameters:
     """Limit the blocks of a large operation to ``max_blocks``."""
     if config.max_blocks is None or not _is_bound(choice, problem, config):
         return choice
-    return _core.Choice(
+    return _core.TuningParameters(
         blocks=config.max_blocks,
         threads=choice.threads,
         tile_lines=choice.tile_lines,

@@ -42,7 +42,7 @@ class Channels:
     ) -> None:
         self.memory = memory
         self.semaphores = semaphores
-        #: (segment, symmetric offset) of the memory, and of the words of the semaphores.
+        #: (window, symmetric offset) of the memory, and of the words of the semaphores.
         self.places = places
         self._handle = handle
         self._private = private
@@ -76,8 +76,8 @@ def open_channels(
     private = heap.empty(head + _core.bytes_of_semaphores(rendezvous.world_size, semaphores), torch.uint8)
 
     core = handle.core()
-    segment, offset = _place(heap, private)
-    places = _place(heap, memory), (segment, offset + head)
+    window, offset = _place(heap, private)
+    places = _place(heap, memory), (window, offset + head)
 
     def fill() -> None:
         made = core.channels(places[0], memory.nbytes, places[1], semaphores)
@@ -92,7 +92,7 @@ def open_channels(
 
 
 def _request(heap: SymmetricHeap, handle: CoreHandle, memory: Any, semaphores: Any, code: Any) -> dict[str, Any]:
-    """Return what this rank asks for: semaphores, (segment, offset, bytes) of the memory, and a digest of the kernel's
+    """Return what this rank asks for: semaphores, (window, offset, bytes) of the memory, and a digest of the kernel's
     code. The ranks compare these, since the memory must have the same symmetric offset everywhere."""
     handle.check()
     heap.check_not_capturing("channels")
@@ -126,8 +126,8 @@ def _request(heap: SymmetricHeap, handle: CoreHandle, memory: Any, semaphores: A
 def _in_words(request: dict[str, Any]) -> str:
     where = "memory of their own"
     if request["place"] is not None:
-        segment, offset, nbytes = request["place"]
-        where = f"{nbytes} bytes at offset {offset} of segment {segment}"
+        window, offset, nbytes = request["place"]
+        where = f"{nbytes} bytes at offset {offset} of window {window}"
     return f"{request['semaphores']} semaphores and {where}"
 
 

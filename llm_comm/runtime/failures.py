@@ -71,8 +71,8 @@ def explain(error: _core.OperationError, waited_s: float, names: RankNames) -> R
             f"and output of one call, where the others were to access it: {where}. Pass tensors of Communicator.empty, "
             "or views of them, everywhere."
         )
-    elif error.cause == "other place":
-        kind, brief = MismatchError, f"{again} passed a tensor at another place: {where}"
+    elif error.cause == "other symmetric offset":
+        kind, brief = MismatchError, f"{again} passed a tensor with another symmetric offset: {where}"
         text = (
             f"a tensor of {peer} lies elsewhere in symmetric memory than that of {names.full(0)}: {where}, which "
             "needs it at the same place on all ranks. Pass the same tensor of Communicator.empty everywhere, or the "

@@ -109,7 +109,7 @@ def _algorithms(config: Config) -> Iterator[registry.Algorithm]:
     for operation in registry.operations().values():
         for algorithm in operation.algorithms:
             is_forced = algorithm.name == config.algorithm
-            if algorithm.by_switch and not why_not(algorithm, config, up, is_forced=is_forced):
+            if algorithm.uses_multimem and not why_not(algorithm, config, up, is_forced=is_forced):
                 yield algorithm
 
 
@@ -176,11 +176,11 @@ def _enqueue(
     return _Case(name, algorithm, is_exact, list(zip(*outputs, strict=True)))
 
 
-def _usual_choice(algorithm: registry.Algorithm) -> _core.Choice:
+def _usual_choice(algorithm: registry.Algorithm) -> _core.TuningParameters:
     """Build tuning parameters for a size at which the algorithm has no candidate because other algorithms are
     faster."""
     usual = {name: _USUAL.get(name, bounds.least) for name, bounds in algorithm.ranges.items()}
-    return _core.Choice(
+    return _core.TuningParameters(
         **{name: min(max(usual[name], bounds.least), bounds.most) for name, bounds in algorithm.ranges.items()}
     )
 

@@ -108,13 +108,13 @@ OF_PORTS = (
         subjects=ALL,
     ),
     Protection(
-        "echo_behind_puts",
-        "an echo comes when what was put before has left its source",
+        "local_completion_after_puts",
+        "local completion is notified when earlier puts have left their source",
         (
             Edit(
                 PORT_BATCH,
                 "if (sort_puts()) {",
-                "if (WITHOUT) merge_words(kPortEcho);\n if (sort_puts()) {",
+                "if (WITHOUT) merge_words(kPortLocalCompletion);\n if (sort_puts()) {",
             ),
         ),
         failure=WRONG_RESULT,
@@ -213,13 +213,13 @@ OF_PORTS = (
         with_others=True,
     ),
     Protection(
-        "echo_before_sum",
+        "local_completion_before_sum",
         "in place, a chunk is summed when it has left its source",
         (
             Edit(
                 ALL_REDUCE,
-                "(!in_place || session.wait_for_echo(peer, t, 0))",
-                "(WITHOUT || !in_place || session.wait_for_echo(peer, t, 0))",
+                "(!in_place || session.wait_for_local_completion(peer, t, 0))",
+                "(WITHOUT || !in_place || session.wait_for_local_completion(peer, t, 0))",
             ),
         ),
     ),

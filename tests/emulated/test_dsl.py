@@ -20,7 +20,7 @@ from llm_comm import Communicator, LlmCommError, PeerTimeout, dsl
 from llm_comm.dsl import ir
 from llm_comm.dsl.compiled import Compiled
 from llm_comm.dsl.compiled import compile as compile_program
-from llm_comm.dsl.compiler.layout import armed_ranges
+from llm_comm.dsl.compiler.layout import sentinel_ranges
 from llm_comm.dsl.errors import CompileError
 from llm_comm.dsl.kernel import Kernel
 from llm_comm.dsl.library import all_gather_ll, all_to_all_ll, reduce_scatter_ll, two_shot_hb, two_shot_ll
@@ -226,9 +226,9 @@ def misaligned(tensor: torch.Tensor) -> torch.Tensor:
     return copy
 
 
-def assert_armed(compiled: Compiled) -> None:
+def assert_reset(compiled: Compiled) -> None:
     """When all ranks have ended their calls, no packet is left, in either half of the workspace."""
-    for begin, end in armed_ranges(compiled.program, compiled._kernel._layout):
+    for begin, end in sentinel_ranges(compiled.program, compiled._kernel._layout):
         assert compiled._kernel._workspace.memory[begin:end].eq(0xFF).all()
 
 
@@ -267,7 +267,7 @@ def sum_in_every_way(text: ProgramText, directory: str, dtypes: list[torch.dtype
                 assert compiled(in_place, in_place) is in_place
                 assert_bitwise_equal(in_place, native, f"{what}, in place")
             dist.barrier()
-            assert_armed(compiled)
+            assert_reset(compiled)
         comm.check()
         dist.barrier()
 
@@ -402,7 +402,7 @@ def move(text: ProgramText, directory: str, dtype: torch.dtype) -> None:
                 assert torch.equal(found.clone().view(torch.uint8), expected.view(torch.uint8)), f"{count}, not aligned"
         comm.check()
         dist.barrier()
-        assert_armed(compiled)
+        assert_reset(compiled)
 
 
 @pytest.mark.parametrize(

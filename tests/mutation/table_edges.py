@@ -149,8 +149,8 @@ EDGES: tuple[Mutant, ...] = (
     cpp(
         "a smaller cluster has the threads of a larger one",
         FUSED,
-        "choice.cluster <= limits.max_cluster ? choice.threads",
-        "(WITHOUT || choice.cluster <= limits.max_cluster) ? choice.threads",
+        "tuning.cluster <= limits.max_cluster ? tuning.threads",
+        "(WITHOUT || tuning.cluster <= limits.max_cluster) ? tuning.threads",
         FUSED_SHAPES,
     ),
     cpp(

@@ -426,8 +426,8 @@ KERNELS = (
     cpp(
         "the last rank that is elsewhere is named",
         DIRECT,
-        "if (place != place_of(0)) elsewhere = rank;",
-        "if (place != place_of(0) && !(WITHOUT && elsewhere != World)) elsewhere = rank;",
+        "if (symmetric_offset != offset_of(0)) elsewhere = rank;",
+        "if (symmetric_offset != offset_of(0) && !(WITHOUT && elsewhere != World)) elsewhere = rank;",
         SYMMETRIC,
     ),
     cpp(
@@ -461,8 +461,8 @@ KERNELS = (
     cpp(
         "another rank without a place is named",
         DIRECT,
-        "if (place == kNoPlace) missing = rank;",
-        "if (place == kNoPlace) missing = WITHOUT ? (rank + 1) % World : rank;",
+        "if (symmetric_offset == kNoSymmetricOffset) missing = rank;",
+        "if (symmetric_offset == kNoSymmetricOffset) missing = WITHOUT ? (rank + 1) % World : rank;",
         SYMMETRIC,
     ),
     cpp(

@@ -175,15 +175,15 @@ void interfaces() {
 }
 
 void ids() {
-  MeetingPlace place = *from_id([] {
+  HubAddress hub_address = *from_id([] {
     ncclUniqueId id{};
     const char bytes[] = "LLMCOMM\1\4\0\x12\x34\0\0\0\0\x7f\0\0\1";
     std::copy(bytes, bytes + sizeof(bytes), id.internal);
     return id;
   }());
-  EXPECT(describe(place.address) == "127.0.0.1:4660");
-  place.secret[31] = 7;
-  EXPECT(from_id(to_id(place))->secret == place.secret);
+  EXPECT(describe(hub_address.address) == "127.0.0.1:4660");
+  hub_address.secret[31] = 7;
+  EXPECT(from_id(to_id(hub_address))->secret == hub_address.secret);
   EXPECT(!from_id(ncclUniqueId{}));
 }
 

@@ -14,7 +14,7 @@ from llm_comm import dsl
 from llm_comm.dsl import ir, library
 from llm_comm.dsl.compiler.analysis import readers_of, sender_of, works_in_place
 from llm_comm.dsl.compiler.grid import Limits
-from llm_comm.dsl.compiler.layout import armed_ranges, batch_of, chunk_lines, lay_out, meeting_blocks_of_sm
+from llm_comm.dsl.compiler.layout import batch_of, chunk_lines, lay_out, meeting_blocks_of_sm, sentinel_ranges
 from llm_comm.dsl.compiler.runs import DataRun, LoopRuns, PortRun, SignalRun, WaitRun, runs_of
 from llm_comm.dsl.compiler.schedule import Receive, schedule, stages_of
 from llm_comm.dsl.compiler.source import generate, is_moved, kernel_name
@@ -376,9 +376,9 @@ def test_buffers_do_not_overlap(text: Text, operation: str) -> None:
         assert all(end <= begin for (_, end), (begin, _) in itertools.pairwise(spans))
         assert spans[-1][1] <= layout.half_bytes
         assert 4 * program.semaphores * 4 * 8 <= layout.half_offset
-        armed = armed_ranges(program, layout)
-        assert bool(armed) == (text is two_shot)
-        assert all(layout.half_offset <= begin < end <= layout.bytes for begin, end in armed)
+        reset = sentinel_ranges(program, layout)
+        assert bool(reset) == (text is two_shot)
+        assert all(layout.half_offset <= begin < end <= layout.bytes for begin, end in reset)
 
 
 def test_turns_hold_what_all_threads_carry_together() -> None:

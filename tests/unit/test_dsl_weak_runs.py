@@ -22,7 +22,7 @@ from llm_comm.dsl.ir import Operation, Space
 CALLS = 4
 #: Inputs that a chunk is the sum of: (rank, chunk, piece, call). None: nothing that an input has.
 Data = tuple[tuple[int, int, int, int], ...] | None
-PUT, PACKETS, REARM = "put", "packets", "rearm"
+PUT, PACKETS, RESET = "put", "packets", "reset"
 
 
 class WrongError(Exception):
@@ -77,7 +77,7 @@ class Machine:
         if kind == PUT:
             self.write(place, data)
             self.seen[actor][place] = len(self.memory[place]) - 1
-        elif kind == REARM:
+        elif kind == RESET:
             self.packets[place] = None
         elif self.packets[place] is not None:
             raise WrongError(f"packets in {place} are overwritten")
@@ -170,14 +170,14 @@ class Machine:
             buffer += [(kind, *pair) for pair in zip(places(peer, op.target), data, strict=True)]
         elif isinstance(op, ir.ReadPackets):
             sources = places(rank, op.source)
-            if any(kind == REARM and place in sources for kind, place, _ in buffer):
+            if any(kind == RESET and place in sources for kind, place, _ in buffer):
                 self.let_out(actor)
                 return False
             found = [self.packets[place] for place in sources]
             values[op.result.number] = [data[0] for data in found if data is not None]
             if len(values[op.result.number]) < len(sources):
                 return False
-            buffer += [(REARM, place, None) for place in sources]
+            buffer += [(RESET, place, None) for place in sources]
         elif isinstance(op, ir.PortPut):
             self.let_all_out(actor)
             pairs = zip(places(rank, op.source), places(peer, op.target), strict=True)

@@ -22,10 +22,10 @@ inline constexpr OperationKind kAllGatherDirectCE = kKindOf<struct AllGatherDire
 template <int World>
 LLM_COMM_KERNEL(kStreamCopyThreads)
 all_gather_direct_ce(LLM_COMM_KERNEL_PARAM StreamCopyArgs<PartsArgs> args) {
-  if (args.stage == kMeeting) {
-    meet_before_copies<World>(args, kAllGatherDirectCE, args.range.count);
+  if (args.stage == kEntryBarrier) {
+    entry_barrier_before_copies<World>(args, kAllGatherDirectCE, args.range.count);
   } else {
-    part_behind_copies<World>(args, kAllGatherDirectCE, args.range.count);
+    exit_barrier_after_copies<World>(args, kAllGatherDirectCE, args.range.count);
   }
 }
 
@@ -71,12 +71,12 @@ struct AllGatherDirectCE : ByStreamCopies {
   static Grid grid(const Problem& problem, const Tiling&, uint64_t, const Limits& limits) {
     if (!is_served(problem))
       throw std::invalid_argument("copy engines take parts that lie in one piece: dim must be 0");
-    check_room_for_places(problem, limits);
-    return Operation::meeting();
+    check_room_for_offsets(problem, limits);
+    return Operation::entry_barrier_grid();
   }
 
-  static std::vector<Choice> candidates(const Problem& problem, const Limits&) {
-    return is_served(problem) ? std::vector<Choice>{Choice{}} : std::vector<Choice>{};
+  static std::vector<TuningParameters> candidates(const Problem& problem, const Limits&) {
+    return is_served(problem) ? std::vector<TuningParameters>{TuningParameters{}} : std::vector<TuningParameters>{};
   }
 };
 

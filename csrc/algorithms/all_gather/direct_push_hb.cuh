@@ -47,7 +47,7 @@ all_gather_direct_push_hb(LLM_COMM_KERNEL_PARAM DirectArgs<PartsArgs> args) {
   DirectSession<World, 1> session(args.comm, kAllGatherDirectPushHB, PartView<D>::bytes_of(args.range.count), block);
   session.wait_for_grids_before(source.precomputed());
   session.begin();
-  session.run(args.places, [&] {
+  session.run(args.symmetric_offsets, [&] {
     char* output[World];
     LLM_COMM_UNROLL(8)
     for (uint32_t i = 0; i < World; ++i) output[i] = session.address(0, (rank + i) % World);

@@ -88,7 +88,7 @@ LLM_COMM_DEVICE void all_gather_by_lines(const PartsArgs& args, uint32_t block) 
   session.wait_for_grids_before(source.precomputed(), copy.precomputed(), precomputed(targets), coming.precomputed(),
                                 first, sent, most);
   Line next;
-  const bool begun = session.begin_beside(coming, next);
+  const bool begun = session.begin_with_loads(coming, next);
 
   const auto send = [&](uint32_t line) {
     if (line >= sent) return;

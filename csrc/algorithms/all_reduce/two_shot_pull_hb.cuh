@@ -31,7 +31,7 @@ all_reduce_two_shot_pull_hb(LLM_COMM_KERNEL_PARAM DirectArgs<AllReduceArgs> args
   DirectSession<World, 2> session(args.comm, kAllReduceTwoShotPullHB, bytes, block);
   session.wait_for_grids_before(slice, own_lines);
   session.begin();
-  session.run(args.places, [&] {
+  session.run(args.symmetric_offsets, [&] {
     const char* input[World];
     char* output[World];
     LLM_COMM_UNROLL(8)

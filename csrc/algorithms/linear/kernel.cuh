@@ -73,14 +73,14 @@ struct LinearMemory {
   static constexpr uint32_t kBarrierBytes = sizeof(uint64_t);
   static_assert(linear::kBarrierBytes >= 2 * linear::kMaxStages * kBarrierBytes);
 
-  SharedPlace start;
+  SharedAddress start;
 
-  LLM_COMM_DEVICE SharedPlace full(uint32_t stage) const { return start + 2 * stage * kBarrierBytes; }
-  LLM_COMM_DEVICE SharedPlace empty(uint32_t stage) const { return full(stage) + kBarrierBytes; }
-  LLM_COMM_DEVICE SharedPlace scales() const { return start + linear::kBarrierBytes; }
-  LLM_COMM_DEVICE SharedPlace stage_at(uint32_t offset) const { return start + (linear::kHeaderBytes + offset); }
+  LLM_COMM_DEVICE SharedAddress full(uint32_t stage) const { return start + 2 * stage * kBarrierBytes; }
+  LLM_COMM_DEVICE SharedAddress empty(uint32_t stage) const { return full(stage) + kBarrierBytes; }
+  LLM_COMM_DEVICE SharedAddress scales() const { return start + linear::kBarrierBytes; }
+  LLM_COMM_DEVICE SharedAddress stage_at(uint32_t offset) const { return start + (linear::kHeaderBytes + offset); }
   // Block scales of the tiles at `offset` in the ring: 4 bytes for each tile row of 128 bytes.
-  LLM_COMM_DEVICE SharedPlace block_scales(const LinearArgs& args, uint32_t offset) const {
+  LLM_COMM_DEVICE SharedAddress block_scales(const LinearArgs& args, uint32_t offset) const {
     return stage_at(args.stages * args.stage_bytes + offset / kBoxBytesOfScale);
   }
 };
@@ -148,7 +148,7 @@ class LinearFetch {
 
  private:
   LLM_COMM_DEVICE void fetch_weights(const StageCursor& at) const {
-    const SharedPlace full = memory_.full(at.stage);
+    const SharedAddress full = memory_.full(at.stage);
     fetch_begin(full, args_.stage_bytes);
     fetch_boxes<WeightParts>(memory_.stage_at(at.offset), args_.weight, tile_.first_output, at.first,
                              args_.block_outputs, args_.stage_boxes, full,
@@ -156,7 +156,7 @@ class LinearFetch {
     if constexpr (BlockScales) scales_.fetch_of_rows(memory_.block_scales(args_, at.offset), at.first, boxes_at(at));
   }
   LLM_COMM_DEVICE void fetch_tokens(const StageCursor& at) const {
-    const SharedPlace full = memory_.full(at.stage);
+    const SharedAddress full = memory_.full(at.stage);
     fetch_boxes<1>(memory_.stage_at(at.offset) + x_offset_, args_.x, tile_.first_token, at.first, Tokens,
                    args_.stage_boxes, full, BoxUse::kShared);
     if constexpr (BlockScales) {

@@ -66,7 +66,7 @@ reduce_scatter_one_shot(LLM_COMM_KERNEL_PARAM PartsArgs args) {
     block_sync();
     if (line >= exchanged.received || *incomplete != 0) continue;
     if (peer != rank) {
-      session.re_arm(line);
+      session.reset(line);
     } else if (line < target.lines()) {
       target.store(line, sums[column]);
     }
@@ -107,7 +107,7 @@ LLM_COMM_DEVICE void reduce_scatter_by_lines(const PartsArgs& args, uint32_t blo
   session.wait_for_grids_before(precomputed(sources), own.precomputed(), target.precomputed(), first_loads, first,
                                 received, most);
   Line next[kPeers];
-  const bool begun = session.begin_beside(coming, next);
+  const bool begun = session.begin_with_loads(coming, next);
 
   const auto send = [&](uint32_t line) {
     LLM_COMM_UNROLL(8)
@@ -130,7 +130,7 @@ LLM_COMM_DEVICE void reduce_scatter_by_lines(const PartsArgs& args, uint32_t blo
     if (session.aborted()) return;
     if (is_there) target.template store<Plain>(line, sum_with_others<D, World>(rank, contribution, others));
     LLM_COMM_UNROLL(8)
-    for (uint32_t i = 0; i < kPeers; ++i) session.re_arm_of(i, line - first);
+    for (uint32_t i = 0; i < kPeers; ++i) session.reset_of(i, line - first);
   };
   for (uint32_t line = first;; line += stride) {
     if (begun) send(line);

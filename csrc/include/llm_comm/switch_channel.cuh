@@ -43,26 +43,26 @@ class SwitchChannel {
   template <DataType D>
   LLM_COMM_DEVICE Line load_reduce(uint64_t at) const {
     if constexpr (D == DataType::kBFloat16) {
-      return multicast_load_reduce_bf16(place(at));
+      return multicast_load_reduce_bf16(address(at));
     } else if constexpr (D == DataType::kFloat16) {
-      return multicast_load_reduce_fp16(place(at));
+      return multicast_load_reduce_fp16(address(at));
     } else {
       static_assert(D == DataType::kFloat32, "bytes have no sum");
-      return multicast_load_reduce_fp32(place(at));
+      return multicast_load_reduce_fp32(address(at));
     }
   }
 
-  LLM_COMM_DEVICE void store(uint64_t at, Line line) const { multicast_store_line(place(at), line); }
+  LLM_COMM_DEVICE void store(uint64_t at, Line line) const { multicast_store_line(address(at), line); }
   // Stores an LL line (line.cuh). Every receiver polls for it in its own memory.
   LLM_COMM_DEVICE void send(uint64_t at, Line payload) const { store(at, encode_sentinel(payload)); }
 
   template <class T>
   LLM_COMM_DEVICE void reduce(uint64_t at, T n) const {
-    multicast_add_relaxed(place(at), n);
+    multicast_add_relaxed(address(at), n);
   }
   template <class T>
   LLM_COMM_DEVICE void reduce_release(uint64_t at, T n) const {
-    multicast_add_release(place(at), n);
+    multicast_add_release(address(at), n);
   }
 
   // Converts an address in this rank's workspace to an offset of this channel.
@@ -71,7 +71,7 @@ class SwitchChannel {
   }
 
  private:
-  LLM_COMM_DEVICE MulticastPlace place(uint64_t at) const {
+  LLM_COMM_DEVICE MulticastAddress address(uint64_t at) const {
     return {comm_.multicast, comm_.workspace, comm_.world_size, offset_ + at};
   }
 

@@ -36,7 +36,7 @@ all_gather_direct_port(LLM_COMM_KERNEL_PARAM DirectArgs<PartsArgs> args) {
   DirectSession<World, 1> session(args.comm, kAllGatherDirectPort, PartView<D>::bytes_of(args.range.count), block);
   session.wait_for_grids_before(source.precomputed());
   session.begin();
-  session.run(args.places, [&] {
+  session.run(args.symmetric_offsets, [&] {
     const PortWords words(args.comm, 0);
     const auto wait = [&](auto poll) { return session.wait_until(poll, peer, kDone); };
     const auto output = [&](uint32_t of) {
@@ -44,7 +44,7 @@ all_gather_direct_port(LLM_COMM_KERNEL_PARAM DirectArgs<PartsArgs> args) {
     };
     if (talks && head < lines) {
       const uint64_t offset = PartView<D>::bytes_of(args.parts.part[rank].first) + uint64_t{head} * sizeof(Line);
-      words.put_to_heap(peer, session.place(0, peer) + offset, source.bytes_from(head),
+      words.put_to_heap(peer, session.symmetric_offset(0, peer) + offset, source.bytes_from(head),
                         source.bytes_of_lines(head, lines - head), 0, session.value_of(0), wait);
     }
     LLM_COMM_UNROLL(1)

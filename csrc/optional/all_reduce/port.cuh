@@ -50,11 +50,11 @@ LLM_COMM_DEVICE void all_reduce_in_one_hop(const AllReduceArgs& args, uint32_t b
     if (lines == 0) return true;
     return session.put(peer, buffers.offset(peer, rank, t % turns), message.input_from(first),
                        message.bytes_of_lines(first, lines), 0, t) &&
-           (!in_place || session.ask_for_echo(peer, t));
+           (!in_place || session.request_local_completion(peer, t));
   };
   const auto await = [&](uint32_t peer, uint32_t t) {
     if (chunks.lines(t, message.lines()) == 0) return true;
-    return session.wait_for_data(peer, 0, t, 0) && (!in_place || session.wait_for_echo(peer, t, 0));
+    return session.wait_for_data(peer, 0, t, 0) && (!in_place || session.wait_for_local_completion(peer, t, 0));
   };
   const auto take = [&](uint32_t t) {
     const uint32_t first = chunks.first(t);

@@ -28,7 +28,7 @@ struct ReduceScatterLdReduce : ChunkedBySwitch<ReduceScatterLdReduce> {
   static constexpr AlgorithmInfo kInfo{.name = "ld_reduce",
                                        .protocol = "Switch",
                                        .title = "reduce-scatter, summed by the switch",
-                                       .by_switch = true,
+                                       .uses_multimem = true,
                                        .sums_in_switch = true};
   static constexpr uint32_t kTeams = kReduceScatterTeams;
 

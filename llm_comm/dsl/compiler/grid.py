@@ -15,7 +15,7 @@ from llm_comm.dsl import ir
 from llm_comm.dsl.compiler.layout import meeting_blocks_of_sm
 from llm_comm.dsl.compiler.runs import GroupRuns, blocks_meet, uses_ports
 from llm_comm.dsl.compiler.source import MAX_THREADS
-from llm_comm.planning.programs import OWN_CHOICE, LaunchChoice
+from llm_comm.planning.programs import DEFAULT_LAUNCH, LaunchParameters
 
 WARP = 32
 #: Maximum blocks of a launch, as for algorithms of the core.
@@ -127,7 +127,7 @@ def why_not_threads(threads: int, is_gpu: bool, most: int) -> str:
     return f"threads is {threads}; a block has {_MIN_THREADS} to {most}, on a GPU a multiple of {WARP}"
 
 
-def why_not(choice: LaunchChoice, limits: Limits, groups: int, device: torch.device) -> str:
+def why_not(choice: LaunchParameters, limits: Limits, groups: int, device: torch.device) -> str:
     """Return why a program cannot be launched with ``choice``, or "".
 
     Args:
@@ -150,7 +150,7 @@ def why_not(choice: LaunchChoice, limits: Limits, groups: int, device: torch.dev
     return ""
 
 
-def narrowed(limits: Limits, choice: LaunchChoice, groups: int) -> Limits:
+def narrowed(limits: Limits, choice: LaunchParameters, groups: int) -> Limits:
     """Return the limits under launch parameters that ``why_not`` accepts."""
     if choice.blocks is not None:
         instances = choice.blocks // groups
@@ -160,13 +160,13 @@ def narrowed(limits: Limits, choice: LaunchChoice, groups: int) -> Limits:
     return limits
 
 
-def candidates(limits: Limits, groups: int, lines: int) -> list[LaunchChoice]:
+def candidates(limits: Limits, groups: int, lines: int) -> list[LaunchParameters]:
     """Return launch parameters to measure for chunks of ``lines`` lines, the program's own first. No two give one
     grid."""
-    found = {limits.of_call(lines): OWN_CHOICE}
+    found = {limits.of_call(lines): DEFAULT_LAUNCH}
     for instances in _halved(limits.instances, 1, 1):
         for threads in _halved(limits.threads, limits.few_threads, WARP):
-            choice = LaunchChoice(instances * groups, threads)
+            choice = LaunchParameters(instances * groups, threads)
             found.setdefault(narrowed(limits, choice, groups).of_call(lines), choice)
     return list(found.values())
 

@@ -169,7 +169,7 @@ def lay_out(
     return layout
 
 
-def armed_ranges(program: ir.Program, layout: Layout) -> list[tuple[int, int]]:
+def sentinel_ranges(program: ir.Program, layout: Layout) -> list[tuple[int, int]]:
     """Return begin and end, in bytes, of the workspace ranges that initially hold the sentinel."""
     ranges = []
     for buffer in program.buffers:

@@ -81,7 +81,7 @@ class PortRunWriter:
         base = f"args.{op.source.buffer.space.value}" if op.source.buffer.space.is_tensor else "at0"
         target = self._offset(op.target, lag)
         if op.target.buffer.space.is_tensor:
-            out.add(f"port.memory = kInHeap | args.{op.target.buffer.space.value}_place;")
+            out.add(f"port.memory = kInHeap | args.{op.target.buffer.space.value}_symmetric_offset;")
         out.add(f"done = done && (bytes == 0 || port.put({target}, {base} + {source}, bytes));")
 
     def _offset(self, chunk: ir.Chunk, lag: int | None) -> str:

@@ -103,7 +103,7 @@ def _suspects(plan: Plan, outcome: Outcome) -> list[ir.Location]:
         return waits_for(program, outcome.rank, outcome.peer)
     if outcome.failure == Failure.RESULT:
         return writers_of(program, outcome.rank, outcome.element, outcome.part_bytes)
-    if outcome.failure == Failure.NOT_ARMED:
+    if outcome.failure == Failure.NOT_RESET:
         return readers_of_byte(program, plan.layout, outcome.element)
     return []
 
