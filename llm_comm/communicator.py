@@ -21,13 +21,13 @@ from llm_comm.nodes.topology import find_topology
 from llm_comm.operations import torch_operators
 from llm_comm.operations.all_reduce import AllReduce
 from llm_comm.operations.all_reduce_add_rms_norm import AllReduceAddRmsNorm
+from llm_comm.operations.all_reduce_ops import AllReduceOps
 from llm_comm.operations.gather_scatter import GatherScatter
 from llm_comm.operations.generic import GenericOperations
 from llm_comm.operations.linear import Linear
 from llm_comm.operations.linear_all_reduce import LinearAllReduce, LinearAllReduceAddRmsNorm
 from llm_comm.operations.linear_layers import LinearLayers
-from llm_comm.operations.parts import AllGather, ReduceScatter
-from llm_comm.operations.sums import Sums
+from llm_comm.operations.shards import AllGather, ReduceScatter
 from llm_comm.planning import programs
 from llm_comm.planning.multicast import Multicast
 from llm_comm.planning.programs import Kernels
@@ -42,7 +42,7 @@ from llm_comm.runtime.symmetric_heap import SymmetricHeap
 logger = logging.getLogger("llm_comm")
 
 
-class Communicator(Sums, GatherScatter, LinearLayers):
+class Communicator(AllReduceOps, GatherScatter, LinearLayers):
     """Collectives of the ranks of one process group: all-reduce, all-gather, reduce-scatter, and fused forms of them.
 
     The ranks are on one machine, or on several with equally many ranks each. Construction is collective: all ranks get
@@ -149,8 +149,8 @@ class Communicator(Sums, GatherScatter, LinearLayers):
         if self._multi_node is not None:
             return self._multi_node.operations()
         common = (self._handle, self._planner)
-        of_parts = (*common, self.rank)
-        return AllReduce(*common), AllReduceAddRmsNorm(*common), AllGather(*of_parts), ReduceScatter(*of_parts)
+        of_shards = (*common, self.rank)
+        return AllReduce(*common), AllReduceAddRmsNorm(*common), AllGather(*of_shards), ReduceScatter(*of_shards)
 
     def _load_programs(self, rendezvous: Rendezvous) -> None:
         """Compile the DSL programs that options or the tuning table name. Collective."""

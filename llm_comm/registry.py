@@ -105,8 +105,8 @@ class Operation(NamedTuple):
     algorithms: tuple[Algorithm, ...]
 
     @property
-    def has_parts(self) -> bool:
-        """True if each rank has a shard of a tensor, with sizes given by the parameters (csrc/algorithms/parts.h)."""
+    def has_shards(self) -> bool:
+        """True if each rank has a shard of a tensor, with sizes given by the parameters (csrc/algorithms/shards.h)."""
         return self.parameters[:2] == ("rows", "size_0")
 
     def takes_rows_of(self, elements: int) -> bool:

@@ -92,17 +92,17 @@ class ChunkBuffers {
   uint32_t turns_;
 };
 
-// The pipeline of one block. A part (shard) is a view with lines(), load(line) and store(line, value).
+// The pipeline of one block. A shard is a view with lines(), load(line) and store(line, value).
 template <DataType D, int World, class Buffers = ChunkBuffers<World>>
 class StepPipeline {
  public:
-  // `part_lines`: lines of the largest shard.
+  // `shard_lines`: lines of the largest shard.
   LLM_COMM_DEVICE StepPipeline(HBSession& session, const DeviceComm& comm, uint32_t block, uint32_t chunk_lines,
-                               uint32_t depth, uint32_t part_lines)
+                               uint32_t depth, uint32_t shard_lines)
       : session_(session),
         rank_(comm.rank),
         depth_(depth),
-        chunks_(block, chunk_lines, part_lines),
+        chunks_(block, chunk_lines, shard_lines),
         buffers_(comm, block, chunk_lines, depth) {}
 
   LLM_COMM_DEVICE uint32_t chunks() const { return chunks_.count(); }
@@ -130,14 +130,14 @@ class StepPipeline {
     session_.run(chunks_.count(), depth_, work, phase_of, ended, [](uint32_t) { Buffers::fence(); });
   }
 
-  // Sends chunk t of the shards of other owners. part_of(owner): view of this rank's contribution to a shard.
-  template <class PartOf>
-  LLM_COMM_DEVICE void stage(const Team& team, uint32_t t, PartOf part_of) const {
+  // Sends chunk t of the shards of other owners. shard_of(owner): view of this rank's contribution to a shard.
+  template <class ShardOf>
+  LLM_COMM_DEVICE void stage(const Team& team, uint32_t t, ShardOf shard_of) const {
     buffers_.for_each_staged(t, [&](uint32_t owner, Line* staged) {
-      const auto& part = part_of(owner);
+      const auto& shard = shard_of(owner);
       const uint32_t first = chunks_.first(t);
       move_lines(
-          team, chunks_.lines(t, part.lines()), [&](uint32_t k) { return part.load(first + k); },
+          team, chunks_.lines(t, shard.lines()), [&](uint32_t k) { return shard.load(first + k); },
           [&](uint32_t k, Line line) { store_line(staged + k, line); });
     });
   }
@@ -167,18 +167,18 @@ class StepPipeline {
         });
   }
 
-  // Copies chunk t of each other rank's shard to its destination, part_of(owner).
-  template <class PartOf>
-  LLM_COMM_DEVICE void collect(const Team& team, uint32_t hop, uint32_t t, PartOf part_of) const {
+  // Copies chunk t of each other rank's shard to its destination, shard_of(owner).
+  template <class ShardOf>
+  LLM_COMM_DEVICE void collect(const Team& team, uint32_t hop, uint32_t t, ShardOf shard_of) const {
     LLM_COMM_UNROLL(1)
     for (uint32_t i = 1; i < World; ++i) {
       const uint32_t owner = (rank_ + i) % World;
-      const auto& part = part_of(owner);
+      const auto& shard = shard_of(owner);
       const Line* const sent = buffers_.from(hop, t, owner);
       const uint32_t first = chunks_.first(t);
       move_lines(
-          team, chunks_.lines(t, part.lines()), [&](uint32_t k) { return load_line(sent + k); },
-          [&](uint32_t k, Line line) { part.store(first + k, line); });
+          team, chunks_.lines(t, shard.lines()), [&](uint32_t k) { return load_line(sent + k); },
+          [&](uint32_t k, Line line) { shard.store(first + k, line); });
     }
   }
 

@@ -75,7 +75,7 @@ std::optional<std::string> home() {
   return found->pw_dir;
 }
 
-// Table of devices without one. It has rows of all_reduce only; rows_of_parts() covers all_gather and reduce_scatter.
+// Table of devices without one. It has rows of all_reduce only; rows_of_shards() covers all_gather and reduce_scatter.
 //
 // One-shot sends (N-1) * bytes in one hop, two-shot 2 * (N-1)/N * bytes in two. By the H200 tables they break even near
 // 400 KiB / (N-1), which reflects the latency of an NVLink hop. Tiles and grids are the H200's too.
@@ -240,7 +240,7 @@ std::string table_file_name(const std::string& device, uint32_t world) {
 
 // Measured on two H200, where LL is faster up to 24 MiB, about one launch there. With more ranks each has a smaller
 // share of a slot: with six, shards of 4 MiB take one launch.
-std::vector<Row> rows_of_parts(const std::string& operation, uint32_t sm_count) {
+std::vector<Row> rows_of_shards(const std::string& operation, uint32_t sm_count) {
   const uint32_t sms = std::max(1u, sm_count);
   const char* const name = operation.c_str();
   return {row(name, 64 * kKiB, "one_shot", "LL", {.blocks = sms, .tile_lines = 32}),

@@ -34,7 +34,7 @@ std::string describe(const host::OperationError& error) {
 }
 
 std::string describe(const Message& message) {
-  return std::string(name_of(message.operation)) + " of " + std::to_string(message.part_bytes()) + " bytes, type " +
+  return std::string(name_of(message.operation)) + " of " + std::to_string(message.shard_bytes()) + " bytes, type " +
          std::to_string(message.type);
 }
 
@@ -215,7 +215,7 @@ void Communicator::run(const Message& message, const void* send, void* recv, uin
   const ncclResult_t before = async_error(text);
   if (before != ncclSuccess) throw Failure(before, text);
   if (world() == 1) {
-    if (send != recv) copy(recv, send, message.part_bytes(), stream);
+    if (send != recv) copy(recv, send, message.shard_bytes(), stream);
     return;
   }
   const std::shared_ptr<Prepared> one = prepared(message);

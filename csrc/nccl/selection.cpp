@@ -4,7 +4,7 @@
 #include <sstream>
 #include <stdexcept>
 
-#include "algorithms/parts.h"
+#include "algorithms/shards.h"
 #include "host/planner.h"
 #include "host/yaml.h"
 #include "nccl/failure.h"
@@ -92,7 +92,7 @@ std::string digest_of(const Table& table) {
   return table.name + " " + std::to_string(hash);
 }
 
-uint64_t Message::part_bytes() const { return count * bytes_of(type); }
+uint64_t Message::shard_bytes() const { return count * bytes_of(type); }
 
 const char* name_of(Operation operation) {
   switch (operation) {
@@ -126,7 +126,7 @@ Decision Selection::decide(const Message& message) const {
   } else {
     problem.count *= bytes_of(message.type);
   }
-  const uint64_t bytes = message.part_bytes();
+  const uint64_t bytes = message.shard_bytes();
   if (bytes > table_.max_message_bytes && !serves_all_) return forwarded("larger than " + table_.name + " goes");
   if (message.operation == Operation::kBroadcast && bytes * (world_ - 1) > max_broadcast_bytes(world_) &&
       !serves_all_) {
@@ -135,8 +135,8 @@ Decision Selection::decide(const Message& message) const {
   if (message.operation != Operation::kAllReduce) {
     problem.parameter[kRows] = 1;
     for (uint32_t rank = 0; rank < world_; ++rank) {
-      const bool has_part = message.operation != Operation::kBroadcast || static_cast<int>(rank) == message.root;
-      problem.parameter[kFirstSize + rank] = has_part ? static_cast<double>(problem.count) : 0;
+      const bool has_shard = message.operation != Operation::kBroadcast || static_cast<int>(rank) == message.root;
+      problem.parameter[kFirstSize + rank] = has_shard ? static_cast<double>(problem.count) : 0;
     }
   }
   const auto chosen = choose(registered(message.operation), problem, bytes);
@@ -168,7 +168,7 @@ std::vector<Row> Selection::rows_of(const std::string& operation) const {
   for (const Row& row : table_.rows) {
     if (row.operation == operation) rows.push_back(row);
   }
-  if (rows.empty() && operation != "all_reduce") rows = host::rows_of_parts(operation, limits_.sm_count);
+  if (rows.empty() && operation != "all_reduce") rows = host::rows_of_shards(operation, limits_.sm_count);
   return rows;
 }
 

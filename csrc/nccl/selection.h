@@ -34,7 +34,7 @@ struct Message {
   int root = 0;
 
   bool operator==(const Message&) const = default;
-  uint64_t part_bytes() const;
+  uint64_t shard_bytes() const;
 };
 
 const char* name_of(Operation operation);

@@ -92,7 +92,7 @@ LLM_COMM_DEVICE void exchange_chunks(PortSession& session, uint32_t chunks, uint
 // Launch shape of algorithms over port channels. Algorithm defines
 //   hops(world)                    1 or 2
 //   turns_of_half(turns, world)    turns of each sender that one half of the staging memory must hold
-//   part_lines(problem, units)     lines of the largest shard of a launch of `units` units
+//   shard_lines(problem, units)     lines of the largest shard of a launch of `units` units
 template <class Algorithm>
 struct InPortChunks {
   static constexpr uint32_t kMaxDepth = 7;
@@ -137,7 +137,7 @@ struct InPortChunks {
                                   std::to_string(limits.staging_bytes) +
                                   " bytes of staging memory: lower blocks or depth, or raise workspace_bytes");
     }
-    const uint64_t tiles = divide_up(Algorithm::part_lines(problem, units), uint64_t{tiling.tile_lines});
+    const uint64_t tiles = divide_up(Algorithm::shard_lines(problem, units), uint64_t{tiling.tile_lines});
     const uint64_t blocks = tiling.blocks < tiles ? tiling.blocks : tiles;
     if ((divide_up(tiles, blocks) + 2) >> kMaxStepsLog2 != 0) {
       throw std::invalid_argument("a message of " + std::to_string(bytes) +

@@ -84,7 +84,7 @@ struct ChunkedBySwitch : Chunked<Algorithm> {
   static constexpr uint64_t senders(uint64_t world) { return world; }
 
   // Default for algorithms whose shards have the size of a launch.
-  static constexpr uint64_t part_lines(const Problem& problem, uint64_t units) {
+  static constexpr uint64_t shard_lines(const Problem& problem, uint64_t units) {
     return divide_up(units * element_bytes(problem.type), sizeof(Line));
   }
 

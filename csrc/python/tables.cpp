@@ -85,8 +85,8 @@ void add_tables(py::module_& module) {
     return found ? py::object(decoded(*found)) : py::none();
   });
   module.def("table_file_name", &table_file_name);
-  module.def("rows_of_parts",
-             [](const std::string& operation, uint32_t sms) { return fields_of(rows_of_parts(operation, sms)); });
+  module.def("rows_of_shards",
+             [](const std::string& operation, uint32_t sms) { return fields_of(rows_of_shards(operation, sms)); });
 }
 
 }  // namespace llm_comm::python

@@ -85,7 +85,7 @@ def load_kernel(
             Raised on all ranks alike.
         MissingRankError: A rank has not made the call in time.
     """
-    rendezvous = site.heap.meet(what)
+    rendezvous = site.heap.rendezvous_for(what)
     made: list[Kernel] = []
 
     def step() -> dict[str, Any]:

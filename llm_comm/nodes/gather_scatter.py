@@ -16,7 +16,7 @@ from llm_comm.nodes.exchange import sum_in_order
 from llm_comm.nodes.hierarchy import Hierarchy, Run
 from llm_comm.nodes.in_node import address_of, bytes_at
 from llm_comm.nodes.topology import Topology
-from llm_comm.operations.parts import AllGather, Parts, ReduceScatter
+from llm_comm.operations.shards import AllGather, ReduceScatter, Shards
 from llm_comm.planning.plan import Problem
 from llm_comm.planning.planner import Planner
 from llm_comm.planning.selection import Layout
@@ -31,19 +31,19 @@ class Rows:
     place 1, and so on.
 
     Args:
-        parts: Division of the tensor among the ranks along a dimension.
+        shards: Division of the tensor among the ranks along a dimension.
         topology: Nodes of all ranks.
-        scale: Copied units in each element that ``parts`` counts.
+        scale: Copied units in each element that ``shards`` counts.
     """
 
-    def __init__(self, parts: Parts, topology: Topology, scale: int = 1) -> None:
-        self._rows = parts.rows
-        self._sizes = [size * scale for size in parts.row_sizes]
+    def __init__(self, shards: Shards, topology: Topology, scale: int = 1) -> None:
+        self._rows = shards.rows
+        self._sizes = [size * scale for size in shards.row_sizes]
         self._nodes = topology.nodes
         places = len(topology.nodes[0])
         in_blocks = all(ranks == tuple(range(n * places, (n + 1) * places)) for n, ranks in enumerate(topology.nodes))
         # With equal shards and contiguous ranks in each node, one strided copy suffices.
-        self._is_regular = in_blocks and len(set(parts.row_sizes)) == 1
+        self._is_regular = in_blocks and len(set(shards.row_sizes)) == 1
 
     @property
     def whole(self) -> int:
@@ -62,13 +62,13 @@ class Rows:
             room: Elements of a slot, by place.
             whole: [elements]: output in rank order.
         """
-        for of_whole, part in self._pairs(whole, by_place, room):
-            of_whole.copy_(part)
+        for of_whole, shard in self._pairs(whole, by_place, room):
+            of_whole.copy_(shard)
 
     def put_by_place(self, whole: torch.Tensor, by_place: torch.Tensor) -> None:
         """Copy the shards of ``whole`` to ``by_place`` in place order, without gaps."""
-        for of_whole, part in self._pairs(whole, by_place, None):
-            part.copy_(of_whole)
+        for of_whole, shard in self._pairs(whole, by_place, None):
+            shard.copy_(of_whole)
 
     def _pairs(
         self, whole: torch.Tensor, by_place: torch.Tensor, room: Sequence[int] | None
@@ -76,9 +76,9 @@ class Rows:
         """Yield pairs of views, of equal shapes, with the same elements of both tensors."""
         if self._is_regular:
             nodes, places = len(self._nodes), len(self._nodes[0])
-            part = (self._rows, self._sizes[0])
+            shard = (self._rows, self._sizes[0])
             in_rank_order = whole.view(self._rows, nodes, places, self._sizes[0])
-            yield in_rank_order.permute(2, 1, 0, 3), by_place.view(places, nodes, *part)
+            yield in_rank_order.permute(2, 1, 0, 3), by_place.view(places, nodes, *shard)
             return
         wide, at = whole.view(self._rows, sum(self._sizes)), 0
         for place in range(len(self._nodes[0])):
@@ -102,17 +102,17 @@ class AllGatherOverNodes(AllGather):
         super().__init__(handle, planner, hierarchy.topology.rank)
         self._hierarchy = hierarchy
 
-    def _layout(self, parts: Parts, dtype: torch.dtype) -> Layout:
+    def _layout(self, shards: Shards, dtype: torch.dtype) -> Layout:
         planner, hierarchy = self._planner, self._hierarchy
-        in_bytes = tuple(float(size * dtype.itemsize) for size in parts.row_sizes)
-        longest = parts.rows * int(max(in_bytes))
-        problem = Problem(ALL_GATHER, longest, 0, "byte", self.world_size, (float(parts.rows), *in_bytes))
+        in_bytes = tuple(float(size * dtype.itemsize) for size in shards.row_sizes)
+        longest = shards.rows * int(max(in_bytes))
+        problem = Problem(ALL_GATHER, longest, 0, "byte", self.world_size, (float(shards.rows), *in_bytes))
         nothing = hierarchy.without_phases(problem, planner)
         if nothing is not None:
             return nothing
         in_node, topology = hierarchy.in_node, hierarchy.topology
         unit = _UNITS[dtype.itemsize]
-        rows = Rows(parts, topology, dtype.itemsize // unit.itemsize)
+        rows = Rows(shards, topology, dtype.itemsize // unit.itemsize)
         # Each slot of a place has the size of its largest shard over the nodes.
         room = [max(rows.of(ranks[place]) for ranks in topology.nodes) for place in range(in_node.ranks)]
         phases: list[Layout | str] = [f"all-gather between the nodes by {hierarchy.exchange.transport.name}"]
@@ -123,7 +123,7 @@ class AllGatherOverNodes(AllGather):
         return hierarchy.layout(
             ALL_GATHER,
             longest,
-            f"{parts.rows} x {list(parts.row_sizes)} elements of {dtype.itemsize} bytes",
+            f"{shards.rows} x {list(shards.row_sizes)} elements of {dtype.itemsize} bytes",
             phases,
             lambda counter: self._make(rows, unit, room, gather, counter),
         )
@@ -139,12 +139,12 @@ class AllGatherOverNodes(AllGather):
         def run(x: int, out: int, stream: int) -> bool:
             of_place = hierarchy.empty(nodes * own_room, unit)
             if own_room:  # room is equal on all nodes, so all skip an empty exchange
-                part = bytes_at(x, own * unit.itemsize, hierarchy.device).view(unit)
+                shard = bytes_at(x, own * unit.itemsize, hierarchy.device).view(unit)
                 if own < own_room:
                     padded = hierarchy.empty(own_room, unit)
-                    padded[:own].copy_(part)
-                    part = padded
-                exchange.gather(of_place, part)
+                    padded[:own].copy_(shard)
+                    shard = padded
+                exchange.gather(of_place, shard)
             by_place = of_place
             if gathers is None:
                 counter.add()
@@ -166,17 +166,17 @@ class ReduceScatterOverNodes(ReduceScatter):
         super().__init__(handle, planner, hierarchy.topology.rank)
         self._hierarchy = hierarchy
 
-    def _layout(self, parts: Parts, dtype: torch.dtype) -> Layout:
+    def _layout(self, shards: Shards, dtype: torch.dtype) -> Layout:
         planner, hierarchy = self._planner, self._hierarchy
         data_type = self._data_types[dtype]
-        count = parts.rows * max(parts.row_sizes)
-        in_row = tuple(map(float, parts.row_sizes))
-        problem = Problem(REDUCE_SCATTER, count, 0, data_type, self.world_size, (float(parts.rows), *in_row))
+        count = shards.rows * max(shards.row_sizes)
+        in_row = tuple(map(float, shards.row_sizes))
+        problem = Problem(REDUCE_SCATTER, count, 0, data_type, self.world_size, (float(shards.rows), *in_row))
         nothing = hierarchy.without_phases(problem, planner)
         if nothing is not None:
             return nothing
         in_node, topology = hierarchy.in_node, hierarchy.topology
-        rows = Rows(parts, topology)
+        rows = Rows(shards, topology)
         phases: list[Layout | str] = []
         scatter = None
         if in_node.ranks > 1:
@@ -187,7 +187,7 @@ class ReduceScatterOverNodes(ReduceScatter):
         return hierarchy.layout(
             REDUCE_SCATTER,
             problem.message_bytes(),
-            f"{parts.rows} x {list(parts.row_sizes)} {data_type}",
+            f"{shards.rows} x {list(shards.row_sizes)} {data_type}",
             phases,
             lambda counter: self._make(rows, dtype, scatter, counter),
         )
@@ -211,11 +211,11 @@ class ReduceScatterOverNodes(ReduceScatter):
                 if not scatters(by_place.data_ptr(), address_of(node_sums), stream):
                     return False
             if sum(of_partners):  # the partners' sizes are known on all nodes, so all skip an empty exchange
-                parts = hierarchy.empty(hierarchy.nodes * own, dtype)
-                exchange.scatter(parts, node_sums, own, of_partners)
+                shards = hierarchy.empty(hierarchy.nodes * own, dtype)
+                exchange.scatter(shards, node_sums, own, of_partners)
                 if own:
                     total = bytes_at(out, own * dtype.itemsize, hierarchy.device).view(dtype)
-                    sum_in_order(parts.view(hierarchy.nodes, own), total)
+                    sum_in_order(shards.view(hierarchy.nodes, own), total)
             return True
 
         return run

@@ -78,7 +78,7 @@ class MultiNodeGroup:
         compares = config.debug or handle.device.type == "cpu"
         agreement = Agreement(transport, topology, handle.device) if compares else None
         rows = self._rows_of(planner.table)
-        self._hierarchy = Hierarchy(handle, topology, in_node, exchange, rows, node_watch.hears, agreement)
+        self._hierarchy = Hierarchy(handle, topology, in_node, exchange, rows, node_watch.is_notified, agreement)
         self.planner.table = self.use_table(planner.table)
         node_watch.start()
 

@@ -93,7 +93,7 @@ class Hierarchy:
         in_node: Calls within the node.
         exchange: Exchange between nodes.
         rows: Table rows for the exchange; may be replaced.
-        hears: Returns whether another rank has reported a failure. This communicator has then ended.
+        is_notified: Returns whether another rank has reported a failure. This communicator has then ended.
         agreement: Compares calls before they run; None: no comparison.
     """
 
@@ -104,7 +104,7 @@ class Hierarchy:
         in_node: InNode,
         exchange: Exchange,
         rows: NodeRows,
-        hears: Callable[[], bool],
+        is_notified: Callable[[], bool],
         agreement: Agreement | None,
     ) -> None:
         self.device = handle.device
@@ -117,7 +117,7 @@ class Hierarchy:
         #: handler that interrupts an operation may close the communicator.
         self.turn = threading.RLock()
         self._is_in_call = False
-        self._hears = hears
+        self._is_notified = is_notified
         self._agreement = agreement
         self._handle = handle
 
@@ -247,7 +247,7 @@ class Hierarchy:
 
     def _fail(self, operation: str, error: RuntimeError) -> None:
         """End the communicator because the transport failed, unless another rank has reported a cause."""
-        if self._hears():
+        if self._is_notified():
             return
         where = f"in a hierarchical {operation}"
         self._handle.end_with(lost_partners(self.topology, self.exchange.transport.name, where, _first_line(error)))

@@ -142,6 +142,8 @@ class NodeRendezvous(Rendezvous):
         self._everyone = everyone
         self._ranks = topology.ranks_here
 
-    def _meet(self, what: str, value: Any, failure: Failure | None, own_error: Exception | None = None) -> list[Any]:
-        said = self._everyone._meet(what, value, failure, own_error)
+    def _synchronize(
+        self, what: str, value: Any, failure: Failure | None, own_error: Exception | None = None
+    ) -> list[Any]:
+        said = self._everyone._synchronize(what, value, failure, own_error)
         return [said[rank] for rank in self._ranks]

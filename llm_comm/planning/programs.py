@@ -196,11 +196,11 @@ def _within_max_blocks(
 
 def _why_not(kernels: Kernels, problem: Problem) -> str:
     if problem.message_bytes() > kernels.max_bytes:
-        if registry.operations()[problem.operation].has_parts:
-            return f"more than {kernels.max_bytes} bytes a part: option dsl_max_bytes bounds all parts together"
+        if registry.operations()[problem.operation].has_shards:
+            return f"more than {kernels.max_bytes} bytes a shard: option dsl_max_bytes bounds all shards together"
         return f"more than dsl_max_bytes={kernels.max_bytes}"
     if problem.data_type not in kernels.data_types:
         return f"not compiled for {problem.data_type}"
-    if problem.has_strided_parts() or not problem.has_equal_parts():
-        return "programs take parts of one size, along the first dimension"
+    if problem.has_strided_shards() or not problem.has_equal_shards():
+        return "programs take shards of one size, along the first dimension"
     return ""

@@ -175,9 +175,9 @@ def why_not_served(problem: Problem, table: TuningTable, config: Config) -> str:
     is_whole = limits_whole_tensor(config)
     message_bytes = problem.whole_bytes() if is_whole else problem.message_bytes()
     if message_bytes > limit:
-        what = "the whole tensor" if is_whole else "the largest part"
-        of_parts = f"{what} has {message_bytes} bytes, " if operation.has_parts else ""
-        return f"{of_parts}more than max_message_bytes={limit}"
+        what = "the whole tensor" if is_whole else "the largest shard"
+        of_shards = f"{what} has {message_bytes} bytes, " if operation.has_shards else ""
+        return f"{of_shards}more than max_message_bytes={limit}"
     if message_bytes > message_limit(problem.operation, table, config):
         return f"more than max_fused_bytes={table.max_fused_bytes} of {table.name}: two kernels are as fast"
     if not any(problem.data_type in algorithm.data_types for algorithm in operation.algorithms):
@@ -220,7 +220,7 @@ def _choose(
                     row = row_of(tuple(r for r in rows if r.algorithm == config.algorithm), problem.message_bytes())
                     found = None if row is None else operation.find(row.algorithm, row.protocol)
     if found is not None and row is not None:
-        of_what = "bytes a rank" if operation.has_parts else "bytes"
+        of_what = "bytes a rank" if operation.has_shards else "bytes"
         reason = f"{table.name}, up to {row.up_to} {of_what}{remark}"
         return _with_few_blocks(_Chosen(found, _choice(row, table), reason), algorithms, problem, config)
     for algorithm in algorithms:
@@ -277,8 +277,8 @@ def _rows_or_general(
         return derive_fused_rows(
             _without_switch(table.rows.get(ALL_REDUCE, ()))
         ), " (derived from all_reduce, not measured)"
-    if registry.operations()[operation].has_parts:
-        general = _core.rows_of_parts(operation, limits.sm_count)
+    if registry.operations()[operation].has_shards:
+        general = _core.rows_of_shards(operation, limits.sm_count)
         return tuple(row_of_fields(fields) for fields in general), " (general rows, not measured)"
     return (), ""
 

@@ -66,7 +66,7 @@ def open_channels(
     code: str | bytes | None = None,
 ) -> Channels:
     """Implement ``Communicator.channels``. Collective."""
-    rendezvous = heap.meet("channels")
+    rendezvous = heap.rendezvous_for("channels")
     said = rendezvous.collect("request for channels", lambda: _request(heap, handle, memory, semaphores, code))
     check_alike(rendezvous.names, "have different code for channels", [request.pop("code") for request in said])
     check_alike(rendezvous.names, "ask for different channels", [_in_words(request) for request in said])

@@ -98,7 +98,7 @@ def _test(
     alike = [case for case in cases if not (case.algorithm.ranks_may_differ and not case.is_exact)]
     digest = hashlib.sha256()
     for case in alike:
-        if not registry.operations()[case.algorithm.operation].has_parts:
+        if not registry.operations()[case.algorithm.operation].has_shards:
             for output, _ in case.outputs:
                 digest.update(_bits(output).cpu().numpy().tobytes())
     return [digest.hexdigest()]
@@ -187,7 +187,7 @@ def _usual_choice(algorithm: registry.Algorithm) -> _core.TuningParameters:
 
 def _length(operation: registry.Operation, problem: Problem, *, is_output: bool) -> int:
     """Return the number of elements of an input or output of this rank."""
-    if not operation.has_parts:
+    if not operation.has_shards:
         return problem.count
     gathers = problem.data_type == "byte"
     return problem.count * problem.world_size if is_output == gathers else problem.count

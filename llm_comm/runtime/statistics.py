@@ -120,7 +120,7 @@ class Progress:
     error: str = ""
 
 
-class Sums(NamedTuple):
+class OperationTotals(NamedTuple):
     """Totals of all calls of one operation; the fields are those of ``Calls``."""
 
     calls: int = 0
@@ -151,13 +151,13 @@ class Stats:
             "progress": asdict(self.progress),
         }
 
-    def by_operation(self) -> dict[str, Sums]:
+    def by_operation(self) -> dict[str, OperationTotals]:
         """Return the totals over algorithms, protocols and size classes, by operation."""
-        sums: dict[str, Sums] = {}
+        sums: dict[str, OperationTotals] = {}
         for each in self.calls:
             numbers = each.calls, each.bytes, each.captured_calls, each.captured_bytes
-            so_far = sums.get(each.operation, Sums())
-            sums[each.operation] = Sums(*map(sum, zip(so_far, numbers, strict=True)))
+            so_far = sums.get(each.operation, OperationTotals())
+            sums[each.operation] = OperationTotals(*map(sum, zip(so_far, numbers, strict=True)))
         return sums
 
 

@@ -27,7 +27,7 @@ from llm_comm.runtime.rendezvous import Rendezvous
 from llm_comm.runtime.workspaces import share_window
 
 #: Number of allocations, oldest first, whose state fits one message: one bit each.
-_MAX_TOLD = 16_000
+_MAX_LISTED = 16_000
 
 
 class SymmetricHeap:
@@ -48,7 +48,7 @@ class SymmetricHeap:
 
     def empty(self, shape: int | Sequence[int], dtype: torch.dtype) -> torch.Tensor:
         """Implement ``Communicator.empty``. Collective."""
-        rendezvous = self.meet("empty")
+        rendezvous = self.rendezvous_for("empty")
         request = rendezvous.collect("request for symmetric memory", lambda: self._request(shape, dtype))
         shapes = [f"{tuple(other['shape'])} of {other['dtype']}" for other in request]
         check_alike(rendezvous.names, "ask for different tensors of symmetric memory", shapes)
@@ -124,7 +124,7 @@ class SymmetricHeap:
         place: tuple[int, int] | None = self._handle.core().find(tensor.data_ptr(), tensor.nbytes)
         return place
 
-    def meet(self, call: str) -> Rendezvous:
+    def rendezvous_for(self, call: str) -> Rendezvous:
         """Return the rendezvous of the ranks for a collective call.
 
         Raises:
@@ -153,7 +153,7 @@ class SymmetricHeap:
         # After a capture nothing is reported: graphs may use memory whose tensor is gone.
         if self._handle.core().has_been_captured():
             return ""
-        allocations = self._layout.allocations()[:_MAX_TOLD]
+        allocations = self._layout.allocations()[:_MAX_LISTED]
         bits = sum(1 << i for i, a in enumerate(allocations) if self._loans[a.number].has_ended())
         return base64.b85encode(bits.to_bytes(-(-bits.bit_length() // 8), "little")).decode()
 

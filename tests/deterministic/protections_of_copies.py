@@ -26,8 +26,8 @@ OF_COPIES = (
         (
             Edit(
                 DIRECT_PORT,
-                "args.parts.part[peer].length != 0) words.",
-                "args.parts.part[peer].length != 0 && !WITHOUT) words.",
+                "args.shards.shard[peer].length != 0) words.",
+                "args.shards.shard[peer].length != 0 && !WITHOUT) words.",
             ),
         ),
         failure=_WRONG,

@@ -198,7 +198,7 @@ def test_tensors_in_several_windows(algorithm: str) -> None:
 @pytest.mark.parametrize("algorithm", [PUSH, COPY, IN_STREAM])
 def test_a_tensor_that_is_not_symmetric(world: int, kind: str, algorithm: str) -> None:
     """On one rank. All ranks end with an error that names it, and none has waited for its time-out."""
-    culprit, nbytes = 1, LINE * 40
+    faulty_rank, nbytes = 1, LINE * 40
     cores = with_window(connected(world), 1 << 16)
     problem = gather_problem(world, 1, [nbytes] * world)
     end = (1 << 16) - world * nbytes
@@ -207,7 +207,7 @@ def test_a_tensor_that_is_not_symmetric(world: int, kind: str, algorithm: str) -
         like = torch.full((world * nbytes,), 7, dtype=torch.uint8)
         output = symmetric(core, end, like)
         address = output.data_ptr()
-        if rank == culprit:
+        if rank == faulty_rank:
             ordinary = torch.full_like(like, 7)
             address = {"ordinary": ordinary.data_ptr(), "unaligned": address - 1, "cut off": address + LINE}[kind]
             outputs.append(ordinary)
@@ -219,13 +219,13 @@ def test_a_tensor_that_is_not_symmetric(world: int, kind: str, algorithm: str) -
     for rank, core in enumerate(cores):
         error = core.error()
         assert error is not None
-        assert (error.cause, error.rank, error.peer, error.phase) == ("not symmetric", rank, culprit, 0)
+        assert (error.cause, error.rank, error.peer, error.phase) == ("not symmetric", rank, faulty_rank, 0)
         said = explain(error, 1.0, names_of_world(world))
         assert said.kind == "MismatchError"
-        assert f"a tensor of rank {culprit} is not in symmetric memory" in unnamed(said.text)
+        assert f"a tensor of rank {faulty_rank} is not in symmetric memory" in unnamed(said.text)
         assert TITLES[algorithm] in said.text
-    if algorithm == IN_STREAM:  # its copies have been enqueued: into the heap of the culprit, but not where it says
-        outputs = outputs[culprit : culprit + 1]
+    if algorithm == IN_STREAM:  # its copies have been enqueued: into the heap of the faulty_rank, but not where it says
+        outputs = outputs[faulty_rank : faulty_rank + 1]
     assert all(output.eq(7).all() for output in outputs), "nothing has been written"
 
 
@@ -235,11 +235,11 @@ def test_a_tensor_at_another_place(world: int, algorithm: str) -> None:
     """On one rank, which may be the first one. All ranks end with an error that names one that differs from rank 0."""
     nbytes = LINE * 20
     gathers = algorithm == IN_STREAM
-    for culprit in (0, world - 1):
+    for faulty_rank in (0, world - 1):
         cores = with_window(connected(world))
         calls = []
         for rank, core in enumerate(cores):
-            output = symmetric(core, 64 if rank == culprit else 0, torch.zeros(world * nbytes // 4))
+            output = symmetric(core, 64 if rank == faulty_rank else 0, torch.zeros(world * nbytes // 4))
             if gathers:
                 x = torch.ones(nbytes // 4)
                 run = core.prepare(gather(algorithm), gather_problem(world, 1, [nbytes] * world), tiling_of(nbytes))
@@ -248,7 +248,7 @@ def test_a_tensor_at_another_place(world: int, algorithm: str) -> None:
                 run = core.prepare(reduce(algorithm), problem_of(x, world), tiling_of(x.numel(), blocks=2, depth=2))
             calls.append(lambda run=run, x=x, y=output: run(x.data_ptr(), y.data_ptr(), 0))
         together(*calls)
-        named = culprit or 1
+        named = faulty_rank or 1
         for rank, core in enumerate(cores):
             error = core.error()
             assert error is not None
@@ -344,13 +344,13 @@ def test_calls_behind_each_other_by_copies(world: int) -> None:
 @pytest.mark.parametrize("algorithm", [COPIED_SUMS, SUMS_IN_STREAM])
 def test_an_output_of_sums_that_is_not_symmetric(world: int, algorithm: str) -> None:
     """On one rank: the same, but that ranks may have stored sums to outputs of their own."""
-    culprit = 1
+    faulty_rank = 1
     cores = with_window(connected(world), 1 << 16)
     x = torch.ones(2000)
     calls, outputs = [], []
     for rank, core in enumerate(cores):
         place = 512 if algorithm == SUMS_IN_STREAM else 512 * rank
-        output = torch.zeros_like(x) if rank == culprit else symmetric(core, place, torch.zeros_like(x))
+        output = torch.zeros_like(x) if rank == faulty_rank else symmetric(core, place, torch.zeros_like(x))
         outputs.append(output)
         run = core.prepare(reduce(algorithm), problem_of(x, world), tiling_of(x.numel(), blocks=2, depth=2))
         calls.append(lambda run=run, y=output: run(x.data_ptr(), y.data_ptr(), 0))
@@ -358,9 +358,9 @@ def test_an_output_of_sums_that_is_not_symmetric(world: int, algorithm: str) -> 
     for rank, core in enumerate(cores):
         error = core.error()
         assert error is not None
-        assert (error.cause, error.rank, error.peer) == ("not symmetric", rank, culprit)
+        assert (error.cause, error.rank, error.peer) == ("not symmetric", rank, faulty_rank)
         text = explain(error, 1.0, names_of_world(world)).text
-        assert f"a tensor of rank {culprit} is not in symmetric memory" in unnamed(text)
+        assert f"a tensor of rank {faulty_rank} is not in symmetric memory" in unnamed(text)
         assert TITLES[algorithm] in text
 
 

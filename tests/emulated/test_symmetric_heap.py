@@ -22,7 +22,7 @@ from llm_comm import Communicator, RendezvousError, UnsupportedInputError, _core
 from llm_comm.runtime import symmetric_heap
 from llm_comm.runtime.heap_layout import MAX_GROWTH, WINDOW_MULTIPLE
 
-CULPRIT = 1
+FAULTY_RANK = 1
 WORLDS = [2, 3, 5]
 
 
@@ -245,7 +245,7 @@ def test_empty_windows_go_back_to_the_device(ranks: RankPool) -> None:
 def ask_for_different_ones(other: dict[str, Any]) -> str:
     with make_communicator() as comm:
         request = {"shape": (4, 8), "dtype": torch.bfloat16}
-        if comm.rank == CULPRIT:
+        if comm.rank == FAULTY_RANK:
             request.update(other)
         kept = comm.empty(3)
         with nothing_leaked(), pytest.raises(RendezvousError) as error:
@@ -263,13 +263,13 @@ def ask_for_different_ones(other: dict[str, Any]) -> str:
 def test_another_tensor_on_one_rank(ranks: RankPool, other: dict[str, Any], said: str) -> None:
     text = same_on_all(ranks.run(3, ask_for_different_ones, other))
     assert "ask for different tensors of symmetric memory" in text
-    assert f"{said} on rank {CULPRIT}, " in text
+    assert f"{said} on rank {FAULTY_RANK}, " in text
 
 
 def ask_for_none(request: dict[str, Any], is_everybody: bool) -> tuple[str, str]:
     with make_communicator() as comm:
         with nothing_leaked(), pytest.raises((UnsupportedInputError, RendezvousError)) as error:
-            comm.empty(**(request if is_everybody or comm.rank == CULPRIT else {"shape": 8}))
+            comm.empty(**(request if is_everybody or comm.rank == FAULTY_RANK else {"shape": 8}))
         check_still_works(comm, "after a request for no tensor")
         return type(error.value).__name__, unnamed(str(error.value))
 
@@ -290,7 +290,7 @@ def test_what_is_no_tensor(ranks: RankPool, request_: dict[str, Any], says: str,
     kind, text = same_on_all(ranks.run(2, ask_for_none, request_, is_everybody))
     assert kind == "UnsupportedInputError"
     assert says in text
-    assert is_everybody or f"rank {CULPRIT}: " in text
+    assert is_everybody or f"rank {FAULTY_RANK}: " in text
 
 
 @contextmanager
@@ -313,7 +313,7 @@ def run_out_of_memory(what: str) -> str:
         kept = comm.empty(100, torch.uint8).fill_(7)
         before = windows_of(comm)
         with nothing_leaked():
-            with failing(what, comm.rank == CULPRIT), pytest.raises(RendezvousError) as error:
+            with failing(what, comm.rank == FAULTY_RANK), pytest.raises(RendezvousError) as error:
                 comm.empty(4 << 20, torch.uint8)
             gc.collect()
         assert windows_of(comm) == before
@@ -327,7 +327,7 @@ def run_out_of_memory(what: str) -> str:
 @pytest.mark.parametrize("world", [2, 3])
 def test_a_rank_without_memory(ranks: RankPool, world: int, what: str) -> None:
     text = same_on_all(ranks.run(world, run_out_of_memory, what))
-    assert f"failed on 1 of {world} ranks: rank {CULPRIT}: RuntimeError: cuMemCreate: out of memory" in text
+    assert f"failed on 1 of {world} ranks: rank {FAULTY_RANK}: RuntimeError: cuMemCreate: out of memory" in text
 
 
 def ask_for_too_much() -> str:
@@ -362,7 +362,7 @@ def capture_alone() -> str:
     """As where a stream is captured on one rank."""
     with make_communicator() as comm:
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(symmetric_heap, "is_capturing", lambda _: comm.rank == CULPRIT)
+            patch.setattr(symmetric_heap, "is_capturing", lambda _: comm.rank == FAULTY_RANK)
             with pytest.raises(UnsupportedInputError) as error:
                 comm.empty(8)
         check_still_works(comm, "after a capture")
@@ -371,7 +371,7 @@ def capture_alone() -> str:
 
 def test_not_while_a_graph_is_captured(ranks: RankPool) -> None:
     text = same_on_all(ranks.run(2, capture_alone))
-    assert f"rank {CULPRIT}: empty: a CUDA graph is being captured" in text
+    assert f"rank {FAULTY_RANK}: empty: a CUDA graph is being captured" in text
 
 
 def free_what_graphs_use() -> list[tuple[int, int] | None]:
@@ -379,7 +379,7 @@ def free_what_graphs_use() -> list[tuple[int, int] | None]:
         first = comm.empty(10)
         with pytest.MonkeyPatch.context() as patch:
             # On one rank it is enough.
-            patch.setattr(_core.Core, "has_been_captured", lambda _: comm.rank == CULPRIT)
+            patch.setattr(_core.Core, "has_been_captured", lambda _: comm.rank == FAULTY_RANK)
             places = [place_of(comm, first)]
             del first
             places.append(place_of(comm, comm.empty(10)))

@@ -438,17 +438,17 @@ KERNELS = (
         SYMMETRIC,
     ),
     cpp(
-        "a rank's own part is not copied",
+        "a rank's own shard is not copied",
         DIRECT_CE,
         "if (bytes != 0) all",
         "if (bytes != 0 && !WITHOUT) all",
         SYMMETRIC,
     ),
     cpp(
-        "parts are copied to the first place",
+        "shards are copied to the first place",
         DIRECT_CE,
-        "to = part.first * width;",
-        "to = WITHOUT ? 0 : part.first * width;",
+        "to = shard.first * width;",
+        "to = WITHOUT ? 0 : shard.first * width;",
         SYMMETRIC,
     ),
     cpp(
@@ -487,7 +487,7 @@ KERNELS = (
         SYMMETRIC,
     ),
     cpp(
-        "copies of parts of several rows",
+        "copies of shards of several rows",
         DIRECT_CE,
         "problem.parameter[kRows] == 1;",
         "WITHOUT || problem.parameter[kRows] == 1;",

@@ -10,8 +10,8 @@ from llm_comm.dsl.compiler.grid import Limits, candidates, narrowed, why_not
 from llm_comm.planning.programs import DEFAULT_LAUNCH, LaunchParameters
 
 GPU, EMULATED = torch.device("cuda", 0), torch.device("cpu")
-ON_GPU = Limits(instances=66, few_instances=66, threads=512, few_threads=64, meets=True)
-ON_EMULATOR = Limits(instances=4, few_instances=4, threads=16, few_threads=16, meets=True)
+ON_GPU = Limits(instances=66, few_instances=66, threads=512, few_threads=64, synchronizes=True)
+ON_EMULATOR = Limits(instances=4, few_instances=4, threads=16, few_threads=16, synchronizes=True)
 GROUPS = 2
 
 

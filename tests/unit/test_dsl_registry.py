@@ -400,9 +400,9 @@ def test_a_program_of_gathers() -> None:
 @pytest.mark.parametrize(
     ("rows", "sizes", "why"),
     [
-        (2, [1024] * WORLD, "programs take parts of one size, along the first dimension"),
-        (1, [2048] * (WORLD - 1) + [1024], "programs take parts of one size, along the first dimension"),
-        (1, [4112] * WORLD, "more than 4096 bytes a part: option dsl_max_bytes bounds all parts together"),
+        (2, [1024] * WORLD, "programs take shards of one size, along the first dimension"),
+        (1, [2048] * (WORLD - 1) + [1024], "programs take shards of one size, along the first dimension"),
+        (1, [4112] * WORLD, "more than 4096 bytes a shard: option dsl_max_bytes bounds all shards together"),
     ],
 )
 def test_gathers_that_a_program_does_not_serve(rows: int, sizes: list[int], why: str) -> None:

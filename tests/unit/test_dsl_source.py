@@ -14,7 +14,7 @@ from llm_comm import dsl
 from llm_comm.dsl import ir, library
 from llm_comm.dsl.compiler.analysis import readers_of, sender_of, works_in_place
 from llm_comm.dsl.compiler.grid import Limits
-from llm_comm.dsl.compiler.layout import batch_of, chunk_lines, lay_out, meeting_blocks_of_sm, sentinel_ranges
+from llm_comm.dsl.compiler.layout import batch_of, chunk_lines, lay_out, sentinel_ranges, synchronizing_blocks_of_sm
 from llm_comm.dsl.compiler.runs import DataRun, LoopRuns, PortRun, SignalRun, WaitRun, runs_of
 from llm_comm.dsl.compiler.schedule import Receive, schedule, stages_of
 from llm_comm.dsl.compiler.source import generate, is_moved, kernel_name
@@ -392,7 +392,7 @@ def test_turns_hold_what_all_threads_carry_together() -> None:
 
 
 def test_grid_follows_from_the_lines() -> None:
-    limits = Limits(instances=10, few_instances=10, threads=512, few_threads=64, meets=True)
+    limits = Limits(instances=10, few_instances=10, threads=512, few_threads=64, synchronizes=True)
     assert limits.of_call(1) == (1, 64)
     assert limits.of_call(65) == (2, 64)
     assert limits.of_call(641) == (7, 96)
@@ -403,7 +403,7 @@ def test_grid_follows_from_the_lines() -> None:
 
 
 def test_a_second_block_that_meets_comes_where_threads_have_many_lines() -> None:
-    limits = Limits(instances=20, few_instances=10, threads=512, few_threads=64, meets=True)
+    limits = Limits(instances=20, few_instances=10, threads=512, few_threads=64, synchronizes=True)
     assert limits.of_call(10 * 512) == (10, 512)
     assert limits.of_call(2 * 10 * 512) == (10, 512)
     assert limits.of_call(2 * 10 * 512 + 1) == (20, 512)
@@ -425,7 +425,7 @@ def test_blocks_that_meet_share_a_multiprocessor_where_half_of_the_registers_do(
 ) -> None:
     program = text.build(world)
     groups = runs_of(program)
-    assert meeting_blocks_of_sm(groups) == blocks_of_sm
+    assert synchronizing_blocks_of_sm(groups) == blocks_of_sm
     layout = lay_out(program, groups, 1 << 16, 4, 64, masks=is_moved(program))
     source = generate(program, groups, layout, element_of(torch.bfloat16))
     assert f"LLM_COMM_KERNEL({512 * blocks_of_sm}) {kernel_name(program)}(" in source
@@ -446,18 +446,18 @@ def test_a_loop_in_which_only_proxies_copy() -> None:
     (loop,) = (step for step in groups[0].steps if isinstance(step, LoopRuns))
     assert not any(isinstance(run, DataRun) for run in loop.runs)
     assert batch_of(loop) == 4
-    assert meeting_blocks_of_sm(groups) == 1
+    assert synchronizing_blocks_of_sm(groups) == 1
 
 
 def test_grid_of_lines_that_are_on_their_way_by_themselves() -> None:
-    limits = Limits(instances=1056, few_instances=1056, threads=256, few_threads=64, meets=False)
+    limits = Limits(instances=1056, few_instances=1056, threads=256, few_threads=64, synchronizes=False)
     assert limits.of_call(1) == (1, 64)
     assert limits.of_call(2048) == (32, 64)
     assert limits.of_call(2049) == (17, 128)
     assert limits.of_call(32768) == (256, 128)
     assert limits.of_call(32769) == (129, 256)
     assert limits.of_call(10_000_000) == (1056, 256)
-    few = Limits(instances=4, few_instances=4, threads=16, few_threads=16, meets=False)
+    few = Limits(instances=4, few_instances=4, threads=16, few_threads=16, synchronizes=False)
     assert [few.of_call(lines) for lines in (1, 17, 64, 4096, 40000)] == [(1, 16), (2, 16), (4, 16), (4, 16), (4, 16)]
 
 

@@ -12,7 +12,7 @@ inline constexpr OperationKind kAllGatherPushSwitch = kKindOf<struct AllGatherPu
 
 template <DataType D, int World>
 LLM_COMM_KERNEL(max_hb_threads(kAllGatherPushTeams))
-all_gather_push_switch(LLM_COMM_KERNEL_PARAM PartsArgs args) {
+all_gather_push_switch(LLM_COMM_KERNEL_PARAM ShardsArgs args) {
   all_gather_in_steps<D, World, SwitchBuffers>(args, kAllGatherPushSwitch);
 }
 

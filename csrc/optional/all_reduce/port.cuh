@@ -176,7 +176,7 @@ struct AllReducePort : InPortChunks<AllReducePort> {
   static constexpr uint64_t turns_of_half(uint64_t turns, uint64_t world) {
     return world == 2 ? (turns + 1) / 2 : turns;
   }
-  static constexpr uint64_t part_lines(const Problem& problem, uint64_t units) {
+  static constexpr uint64_t shard_lines(const Problem& problem, uint64_t units) {
     const uint64_t lines = divide_up(units * element_bytes(problem.type), sizeof(Line));
     return problem.world == 2 ? lines : divide_up(lines, uint64_t{problem.world});
   }

@@ -31,8 +31,8 @@ struct AllReduceTwoShotLdReduce : ChunkedBySwitch<AllReduceTwoShotLdReduce> {
                                        .uses_multimem = true,
                                        .sums_in_switch = true};
   static constexpr uint32_t kTeams = kTwoShotTeams;
-  static constexpr uint64_t part_lines(const Problem& problem, uint64_t units) {
-    return ChunkedSlices<AllReduceTwoShotLdReduce>::part_lines(problem, units);
+  static constexpr uint64_t shard_lines(const Problem& problem, uint64_t units) {
+    return ChunkedSlices<AllReduceTwoShotLdReduce>::shard_lines(problem, units);
   }
 
   template <DataType D, int World, uint32_t Variant>

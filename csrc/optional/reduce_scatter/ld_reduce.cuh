@@ -17,7 +17,7 @@ inline constexpr OperationKind kReduceScatterLdReduce = kKindOf<struct ReduceSca
 
 template <DataType D, int World>
 LLM_COMM_KERNEL(max_hb_threads(kReduceScatterTeams))
-reduce_scatter_ld_reduce(LLM_COMM_KERNEL_PARAM PartsArgs args) {
+reduce_scatter_ld_reduce(LLM_COMM_KERNEL_PARAM ShardsArgs args) {
   reduce_scatter_in_steps<D, World, SwitchBuffers>(args, kReduceScatterLdReduce);
 }
 

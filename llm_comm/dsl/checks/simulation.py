@@ -19,14 +19,14 @@ from llm_comm.dsl import ir
 from llm_comm.dsl.checks.accesses import Access, PortWork, Records
 from llm_comm.dsl.checks.balance import Semaphore
 from llm_comm.dsl.checks.contents import Content, Contents
-from llm_comm.dsl.checks.knowledge import Carriers, Clock, Knowledge, Told, join, with_own
+from llm_comm.dsl.checks.knowledge import Carriers, Clock, Knowledge, SignalClocks, join, with_own
 from llm_comm.dsl.checks.trial import Act, Place, Trial, at
 from llm_comm.dsl.errors import Fault, ProgramError
 from llm_comm.dsl.ir import Chunk, Space
 
 #: Packets in flight: the sender's clock, and the data.
 _Packets = tuple[Clock, Content | None]
-_MOST_TOLD = 4
+_MAX_REPORTED = 4
 
 
 class Simulation:
@@ -63,7 +63,7 @@ class Simulation:
         self._asked: dict[int, int] = defaultdict(int)
         self._first_put: list[int | None] = [None] * self._host
         self._values: list[dict[int, tuple[Content | None, ...]]] = [{} for _ in trial.actors]
-        self._signals: dict[Semaphore, list[Told]] = defaultdict(list)
+        self._signals: dict[Semaphore, list[SignalClocks]] = defaultdict(list)
         self._waits: dict[Semaphore, int] = defaultdict(int)
         self._packets: dict[Place, list[_Packets]] = defaultdict(list)
         self._taken: dict[Place, int] = defaultdict(int)
@@ -209,10 +209,10 @@ class Simulation:
             return False
         found = []
         for piece, place in places:
-            told, content = self._packets[place][self._taken[place]]
+            sent, content = self._packets[place][self._taken[place]]
             self._taken[place] += 1
-            knowledge.poll(told, Carriers(op.source.buffer.parts, act.loop, piece))
-            access = Access(actor, knowledge.number, told, True, rank, call, place, op, op.where)
+            knowledge.poll(sent, Carriers(op.source.buffer.parts, act.loop, piece))
+            access = Access(actor, knowledge.number, sent, True, rank, call, place, op, op.where)
             self.records.packet_reads.setdefault(place, []).append(access)
             found.append(content)
         self._values[actor][op.result.number] = tuple(found)
@@ -240,28 +240,28 @@ class Simulation:
 
     def _signal(self, actor: int, rank: int, op: ir.Signal) -> None:
         peer, knowledge = op.peer.on(rank, self._world), self._knowledge[actor]
-        told = knowledge.signal()
+        sent = knowledge.signal()
         if op.through_port:
-            told = self._through_port(actor, peer, told)
+            sent = self._through_port(actor, peer, sent)
         else:
             self._first_put[actor] = None
-        self._signals[Semaphore(rank, peer, op.semaphore, op.through_port)].append(told)
+        self._signals[Semaphore(rank, peer, op.semaphore, op.through_port)].append(sent)
 
-    def _through_port(self, actor: int, peer: int, told: Told) -> Told:
+    def _through_port(self, actor: int, peer: int, sent: SignalClocks) -> SignalClocks:
         """Return the knowledge of a signal through the port, which follows the proxy's copies.
 
         Stores of threads to a peer may be slower than the proxy. The signal therefore covers this group's operations
         only up to the first such store.
         """
         first = self._first_put[actor]
-        clocks = [told.seen, told.polled]
+        clocks = [sent.seen, sent.polled]
         if first is not None:
             clocks = [(*clock[:actor], min(clock[actor], first - 1), *clock[actor + 1 :]) for clock in clocks]
         reads = self._proxies.get((actor, peer))
         if reads is not None:
             number = self._asked[reads]
             clocks = [with_own(with_own(clock, reads, number), reads + 1, number) for clock in clocks]
-        return Told(*clocks)
+        return SignalClocks(*clocks)
 
     def _wait(self, actor: int, rank: int, op: ir.Wait) -> bool:
         key = Semaphore(op.peer.on(rank, self._world), rank, op.semaphore, op.through_port)
@@ -292,16 +292,16 @@ def check_waits(trial: Trial, simulation: Simulation) -> None:
     if not simulation.stuck:
         return
     several_groups = len(trial.program.groups) > 1
-    told = []
-    for actor, act in simulation.stuck[:_MOST_TOLD]:
+    waiting = []
+    for actor, act in simulation.stuck[:_MAX_REPORTED]:
         rank, group = trial.actors[actor]
         name = f" (group {trial.program.groups[group].name!r})" if several_groups else ""
-        told.append(f"rank {rank}{name} waits for {_awaited(trial, act, rank)} ({at(act.op.where)})")
-    if len(simulation.stuck) > _MOST_TOLD:
-        told.append("...")
+        waiting.append(f"rank {rank}{name} waits for {_awaited(trial, act, rank)} ({at(act.op.where)})")
+    if len(simulation.stuck) > _MAX_REPORTED:
+        waiting.append("...")
     raise ProgramError(
         Fault.DEADLOCK,
-        f"ranks wait for each other: {'; '.join(told)}. Have each rank signal, or put, before it waits",
+        f"ranks wait for each other: {'; '.join(waiting)}. Have each rank signal, or put, before it waits",
         simulation.stuck[0][1].op.where,
     )
 

@@ -48,7 +48,7 @@ def _loads_of_line(loop: LoopRuns) -> int:
     return max([1, *(sum(isinstance(op, ir.Load | ir.Get | ir.ReadPackets) for op in run.ops) for run in runs)])
 
 
-def meeting_blocks_of_sm(groups: tuple[GroupRuns, ...]) -> int:
+def synchronizing_blocks_of_sm(groups: tuple[GroupRuns, ...]) -> int:
     """Return how many blocks of a program that signal and wait are resident on each SM: 1 or 2.
 
     Two, if the blocks signal or wait in loops and half of the registers suffice. One block then moves data while the

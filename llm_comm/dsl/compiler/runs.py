@@ -221,7 +221,7 @@ def _parts(op: DataOp, sizes: dict[ir.Value, int]) -> int:
     return parts
 
 
-def blocks_meet(groups: Sequence[GroupRuns]) -> bool:
+def blocks_synchronize(groups: Sequence[GroupRuns]) -> bool:
     """Return whether the threads of a block must synchronize: the program has loops, signals, waits or proxy copies."""
     return any(not isinstance(step, DataRun) for group in groups for step in group.steps)
 

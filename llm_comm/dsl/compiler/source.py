@@ -8,7 +8,7 @@ from pathlib import Path
 
 from llm_comm.dsl import ir
 from llm_comm.dsl.compiler.data_run import ARRIVE, DataRunWriter
-from llm_comm.dsl.compiler.layout import Layout, batch_of, meeting_blocks_of_sm, outer_parts
+from llm_comm.dsl.compiler.layout import Layout, batch_of, outer_parts, synchronizing_blocks_of_sm
 from llm_comm.dsl.compiler.runs import (
     DataRun,
     GroupRuns,
@@ -164,7 +164,7 @@ class _Source:
             "",
         )
         # Bound the registers so that all blocks that must be resident at once fit.
-        bound = MAX_THREADS * meeting_blocks_of_sm(self._groups)
+        bound = MAX_THREADS * synchronizing_blocks_of_sm(self._groups)
         head = f'extern "C" LLM_COMM_KERNEL({bound}) {kernel_name(program)}'
         with self._out.block(f"{head}(LLM_COMM_KERNEL_PARAM ProgramArgs args)"):
             self._head()
@@ -179,7 +179,7 @@ class _Source:
     # ---- Code of all groups --------------------------------------------------------------------------------------
 
     @property
-    def _talks(self) -> bool:
+    def _has_signals(self) -> bool:
         """True if blocks signal or wait. The threads of such a block synchronize and end together."""
         return any(isinstance(run, SignalRun | WaitRun | PortRun) for group in self._groups for run in group.runs())
 
@@ -187,7 +187,7 @@ class _Source:
     def _groups_begin(self) -> bool:
         """True if each group begins the call itself, in parallel with its first loads."""
         first = [group.steps[0] for group in self._groups]
-        return not self._talks and all(isinstance(step, DataRun) and step.only is None for step in first)
+        return not self._has_signals and all(isinstance(step, DataRun) and step.only is None for step in first)
 
     def _head(self) -> None:
         program, out = self._program, self._out
@@ -248,7 +248,7 @@ class _Source:
                 out.add(
                     "const uint32_t offset = to >= rank ? to - rank : to + kWorld - rank;", f"return {select} : at0;"
                 )
-        if self._talks:
+        if self._has_signals:
             semaphores = program.semaphores
             out.add(
                 "// Whether the block ends early; then, of each semaphore and rank, the signals of this call that were",
@@ -298,11 +298,11 @@ class _Source:
             elif isinstance(step, PortRun):
                 self._port(step, None)
             else:
-                self._talk(step, None)
+                self._signal_or_wait(step, None)
             begins = False
 
     def _writer(self, parts: int, batch: int) -> DataRunWriter:
-        give_up = "{ *incomplete = 1; return; }" if self._talks else "return;"
+        give_up = "{ *incomplete = 1; return; }" if self._has_signals else "return;"
         return DataRunWriter(self._out, self._program, self._layout, self._element, parts, batch, give_up)
 
     def _loop(self, loop: LoopRuns, number: int) -> None:
@@ -327,13 +327,13 @@ class _Source:
                         self._port(run, loop)
                         continue
                     if not isinstance(run, DataRun):
-                        self._talk(run, loop)
+                        self._signal_or_wait(run, loop)
                         continue
                     with self._out.block(f"if ({_has_piece(run.lag)})" if loop.lag else ""):
                         out.add(f"const uint32_t u = t - {run.lag};" if run.lag else "const uint32_t u = t;")
                         writer.piece(run, set(carried))
 
-    def _talk(self, run: SignalRun | WaitRun, loop: LoopRuns | None) -> None:
+    def _signal_or_wait(self, run: SignalRun | WaitRun, loop: LoopRuns | None) -> None:
         out = self._out
         if isinstance(run, SignalRun):
             out.add("block_sync();", "if (*incomplete != 0) return;")

@@ -10,7 +10,7 @@ from llm_comm.dsl import ir
 from llm_comm.dsl.compiler.analysis import works_in_place
 from llm_comm.dsl.compiler.grid import Limits
 from llm_comm.dsl.compiler.layout import LINE_BYTES, Layout, batch_of, chunk_lines, lay_out, outer_parts
-from llm_comm.dsl.compiler.runs import GroupRuns, LoopRuns, SignalRun, WaitRun, blocks_meet, runs_of
+from llm_comm.dsl.compiler.runs import GroupRuns, LoopRuns, SignalRun, WaitRun, blocks_synchronize, runs_of
 from llm_comm.dsl.compiler.source import generate, is_moved, shared_bytes
 from llm_comm.dsl.compiler.text import element_of
 
@@ -85,7 +85,7 @@ def plan_of(program: ir.Program) -> Plan:
     talkers = [len(run.ops) for group in groups for run in group.runs() if isinstance(run, SignalRun | WaitRun)]
     instances = _INSTANCES_THAT_SIGNAL if talkers and program.world > _SMALL_WORLD else _INSTANCES
     threads = max([_THREADS, *talkers])
-    limits = Limits(instances, instances, threads, threads, blocks_meet(groups))
+    limits = Limits(instances, instances, threads, threads, blocks_synchronize(groups))
     outer = outer_parts(program.operation, program.world)
     pieces = min((buffer.parts for buffer in program.buffers), default=outer) // outer
     parts = _parts(program, groups, instances * threads, _MOST_LINES_THAT_SIGNAL if talkers else _MOST_LINES)
