@@ -26,13 +26,13 @@ namespace llm_comm::inline LLM_COMM_TARGET {
 inline constexpr uint32_t kFirstHop = 0;
 inline constexpr uint32_t kSecondHop = 1;
 
-// Buffers for the chunks of all blocks in one half of each rank's staging memory: 2 * depth stages, used in turn.
+// Buffers for the chunks of all blocks in one half of each rank's staging memory: 2 * depth stages, used round-robin.
 // Layout: [stage][block][sender][line], for each of the other ranks as sender.
 template <int World>
 class ChunkBuffers {
  public:
   LLM_COMM_DEVICE ChunkBuffers(const DeviceComm& comm, uint32_t block, uint32_t chunk_lines, uint32_t depth)
-      : comm_(comm), block_(block), chunk_lines_(chunk_lines), turns_(2 * depth) {}
+      : comm_(comm), block_(block), chunk_lines_(chunk_lines), stages_(2 * depth) {}
 
   // Buffer on this rank that receives chunk t of `sender`.
   LLM_COMM_DEVICE const Line* from(uint32_t hop, uint32_t t, uint32_t sender) const {
@@ -82,14 +82,14 @@ class ChunkBuffers {
   // Buffer on `receiver` for chunk t of `sender`.
   LLM_COMM_DEVICE Line* of(uint32_t receiver, uint32_t hop, uint32_t t, uint32_t sender) const {
     const uint64_t buffer =
-        (uint64_t{t % turns_} * block_count() + block_) * (World - 1) + among_others(sender, receiver);
+        (uint64_t{t % stages_} * block_count() + block_) * (World - 1) + among_others(sender, receiver);
     return staging_of(comm_, receiver, hop) + buffer * chunk_lines_;
   }
 
   const DeviceComm& comm_;
   uint32_t block_;
   uint32_t chunk_lines_;
-  uint32_t turns_;
+  uint32_t stages_;
 };
 
 // The pipeline of one block. A shard is a view with lines(), load(line) and store(line, value).

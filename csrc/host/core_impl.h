@@ -94,7 +94,7 @@ class CoreImpl final : public Core {
   void begin_release() override {
     check_releasable();
     {
-      const std::lock_guard<std::mutex> turn(queue_.turn());
+      const std::lock_guard<std::mutex> lock(queue_.call_mutex());
       queue_.pause(true);
     }
     launcher_.wait_for_device();
@@ -122,7 +122,7 @@ class CoreImpl final : public Core {
   void end_release() override {
     own_header_.is_back();
     if (std::exchange(had_ports_, false)) start_ports();
-    const std::lock_guard<std::mutex> turn(queue_.turn());
+    const std::lock_guard<std::mutex> lock(queue_.call_mutex());
     queue_.pause(false);
   }
 
@@ -229,7 +229,7 @@ class CoreImpl final : public Core {
   }
 
   std::unique_ptr<PreparedCall> prepare_linear(const LinearProblem& problem, const LinearChoice& choice) override {
-    return std::make_unique<PreparedLinear<Launcher>>(launcher_, queue_.turn(), *comm_.mailbox, problem, choice);
+    return std::make_unique<PreparedLinear<Launcher>>(launcher_, queue_.call_mutex(), *comm_.mailbox, problem, choice);
   }
 
   uint32_t load_program(const std::string& image, const std::string& kernel, const std::string& title) override {

@@ -31,9 +31,9 @@ class LaunchQueue {
   }
 
   // Lock held while a call is enqueued. The order of lock holders is the order of the launches.
-  std::mutex& turn() { return turn_; }
+  std::mutex& call_mutex() { return call_mutex_; }
 
-  // While paused, calls are refused because the workspaces have no memory. Hold turn().
+  // While paused, calls are refused because the workspaces have no memory. Hold call_mutex().
   void pause(bool is_paused) { is_paused_ = is_paused; }
   bool is_paused() const { return is_paused_; }
 
@@ -82,7 +82,7 @@ class LaunchQueue {
 
   Launcher& launcher_;
   std::optional<Check> check_;
-  std::mutex turn_;
+  std::mutex call_mutex_;
   bool is_paused_ = false;
   std::atomic<uint64_t> kind_ = 0;
   std::atomic<uint32_t> count_ = 0;
@@ -124,7 +124,7 @@ class PreparedLaunches final : public PreparedCall {
   }
 
   Outcome run(const uint64_t* buffers, uint64_t stream) override {
-    const std::lock_guard<std::mutex> turn(queue_.turn());
+    const std::lock_guard<std::mutex> lock(queue_.call_mutex());
     const HostMailbox& mailbox = *args_.comm.mailbox;
     if (queue_.is_paused() || has_failed(mailbox)) return Outcome::kFailed;
     call_.buffers = 0;

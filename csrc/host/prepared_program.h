@@ -50,7 +50,7 @@ class PreparedProgram final : public PreparedCall {
   }
 
   Outcome run(const uint64_t* buffers, uint64_t stream) override {
-    const std::lock_guard<std::mutex> turn(queue_.turn());
+    const std::lock_guard<std::mutex> lock(queue_.call_mutex());
     const HostMailbox& mailbox = *args_.comm.mailbox;
     if (queue_.is_paused() || has_failed(mailbox)) return Outcome::kFailed;
     args_.input = reinterpret_cast<char*>(buffers[0]);

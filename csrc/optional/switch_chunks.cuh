@@ -25,13 +25,13 @@
 
 namespace llm_comm::inline LLM_COMM_TARGET {
 
-// Buffers in one half of the staging memory, 2 * depth of them in turn: [turn][block][part][line]. With several `Parts`
-// (shards) each rank owns one; a single part belongs to all ranks.
+// Buffers in one half of the staging memory, 2 * depth stages, used round-robin: [stage][block][part][line]. With
+// several `Parts` (shards) each rank owns one; a single part belongs to all ranks.
 template <int Parts>
 class SwitchBuffers {
  public:
   LLM_COMM_DEVICE SwitchBuffers(const DeviceComm& comm, uint32_t block, uint32_t chunk_lines, uint32_t depth)
-      : comm_(comm), channel_(comm), block_(block), chunk_lines_(chunk_lines), turns_(2 * depth) {}
+      : comm_(comm), channel_(comm), block_(block), chunk_lines_(chunk_lines), stages_(2 * depth) {}
 
   LLM_COMM_DEVICE const Line* from(uint32_t hop, uint32_t t, uint32_t part) const { return of(hop, t, part); }
 
@@ -67,7 +67,7 @@ class SwitchBuffers {
 
   // Buffer for chunk t of a part in this rank's memory.
   LLM_COMM_DEVICE Line* of(uint32_t hop, uint32_t t, uint32_t part) const {
-    const uint64_t buffer = (uint64_t{t % turns_} * block_count() + block_) * Parts + part;
+    const uint64_t buffer = (uint64_t{t % stages_} * block_count() + block_) * Parts + part;
     return staging_of(comm_, comm_.rank, hop) + buffer * chunk_lines_;
   }
 
@@ -75,7 +75,7 @@ class SwitchBuffers {
   SwitchChannel channel_;
   uint32_t block_;
   uint32_t chunk_lines_;
-  uint32_t turns_;
+  uint32_t stages_;
 };
 
 template <class Algorithm>

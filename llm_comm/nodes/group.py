@@ -134,7 +134,7 @@ class MultiNodeGroup:
         The block begins after a call of another thread has ended, and after failures were reported to the other nodes.
         The connections are closed at its end.
         """
-        with self._hierarchy.turn:
+        with self._hierarchy.call_lock:
             self._watch.stop()
             try:
                 yield

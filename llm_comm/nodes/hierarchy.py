@@ -115,7 +115,7 @@ class Hierarchy:
         self.side = SideStream(handle.device)
         #: Held during a whole operation: phases of two operations must not interleave. Reentrant, because a signal
         #: handler that interrupts an operation may close the communicator.
-        self.turn = threading.RLock()
+        self.call_lock = threading.RLock()
         self._is_in_call = False
         self._is_notified = is_notified
         self._agreement = agreement
@@ -196,7 +196,7 @@ class Hierarchy:
     def _guarded(self, operation: str, call: str, run: Run) -> Run:
         def guarded(*of_call: int) -> bool:
             self._handle.check_open()  # before the lock: in a forked child, no thread exists that could release it
-            with self.turn:
+            with self.call_lock:
                 if self._is_in_call:
                     raise RuntimeError(
                         f"{operation} is called within another operation of this communicator and thread, as by a "
@@ -211,7 +211,7 @@ class Hierarchy:
         return guarded
 
     def _in_turn(self, operation: str, call: str, run: Callable[[], bool]) -> bool:
-        """Run a call. This thread holds ``turn``."""
+        """Run a call. This thread holds ``call_lock``."""
         try:
             # Check first: if the first phase is an exchange, no kernel would notice a failure, and the partners may be
             # at another call.

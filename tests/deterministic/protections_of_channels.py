@@ -105,9 +105,9 @@ OF_CHANNELS = (
     ),
     # ---- Staging memory ----
     Protection(
-        "hb_turns",
+        "hb_stages",
         "there are twice as many buffers as steps that a block is ahead",
-        (Edit(STEP_PIPELINE, "turns_(2 * depth)", "turns_(WITHOUT ? depth : 2 * depth)"),),
+        (Edit(STEP_PIPELINE, "stages_(2 * depth)", "stages_(WITHOUT ? depth : 2 * depth)"),),
         failure=WRONG_RESULT,
         exempt={PLAIN_BY_SWITCH: "it has buffers of its own"},
     ),

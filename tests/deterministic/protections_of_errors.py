@@ -122,7 +122,7 @@ OF_ERRORS = (
     Protection(
         "notes",
         "a rank whose wait expires tells the others",
-        (Edit(WAIT, "bounds.fault_reports.send(peer);", "if (!WITHOUT) bounds.fault_reports.tell(peer);"),),
+        (Edit(WAIT, "bounds.fault_reports.send(peer);", "if (!WITHOUT) bounds.fault_reports.send(peer);"),),
         options=MISHAPS,
         budget=20_000,
         failure=f"{BLAME}|{TOO_LATE}",

@@ -53,7 +53,7 @@ OF_OPERATIONS = (
     # ---- Operations and their slots ----
     Protection(
         "second_slot",
-        "operations take turns with two slots",
+        "operations alternate between two slots",
         (
             Edit(
                 OPERATION,
@@ -207,7 +207,7 @@ OF_OPERATIONS = (
     ),
     Protection(
         "two_sets",
-        "rows take turns with two sets of partial sums",
+        "rows alternate between two sets of partial sums",
         (
             Edit(RMS_NORM, "return rows_ % 2;", "return WITHOUT ? 0 : rows_ % 2;"),
             Edit(RMS_NORM, "rows_ / 2 % 2", "(WITHOUT ? rows_ : rows_ / 2) % 2"),

@@ -175,8 +175,8 @@ OF_PORTS = (
         (
             Edit(
                 PORT_CHUNKS,
-                "return session.wait_for_step(peer, t + 1, 0) && send(peer, t + turns);",
-                "return (WITHOUT || session.wait_for_step(peer, t + 1, 0)) && send(peer, t + turns);",
+                "return session.wait_for_step(peer, t + 1, 0) && send(peer, t + stages);",
+                "return (WITHOUT || session.wait_for_step(peer, t + 1, 0)) && send(peer, t + stages);",
             ),
         ),
         subjects=ALGORITHMS,
@@ -205,8 +205,8 @@ OF_PORTS = (
         (
             Edit(
                 PORT_CHUNKS,
-                "if (t == turns_of_half && !session.wait_for_step(peer, 0, 0)) return false;",
-                "if (!WITHOUT && t == turns_of_half && !session.wait_for_step(peer, 0, 0)) return false;",
+                "if (t == stages_of_half && !session.wait_for_step(peer, 0, 0)) return false;",
+                "if (!WITHOUT && t == stages_of_half && !session.wait_for_step(peer, 0, 0)) return false;",
             ),
         ),
         subjects=("all_gather/port",),
@@ -247,8 +247,8 @@ OF_PORTS = (
         (
             Edit(
                 ALL_REDUCE,
-                "if (s >= turns && !session.wait_for_step(",
-                "if (!WITHOUT && s >= turns && !session.wait_for_step(",
+                "if (s >= stages && !session.wait_for_step(",
+                "if (!WITHOUT && s >= stages && !session.wait_for_step(",
             ),
         ),
         budget=20_000,

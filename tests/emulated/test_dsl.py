@@ -53,7 +53,7 @@ def one_shot(p: dsl.Builder) -> None:
 def packets_in_a_loop(p: dsl.Builder) -> None:
     """Each piece to its owner and back; packets of two pieces in turn, and a signal that says when they are free."""
     x, y = p.input.chunks(p.world), p.output.chunks(p.world)
-    scattered, gathered = p.packets(p.world, like=x, turns=2), p.packets(p.world, like=x, turns=2)
+    scattered, gathered = p.packets(p.world, like=x, stages=2), p.packets(p.world, like=x, stages=2)
     with p.loop():
         for peer in p.peers:
             p.put_packets(x[peer], peer, scattered[p.rank])
@@ -172,8 +172,8 @@ def gather_by_ports(p: dsl.Builder) -> None:
 def two_shot_by_ports(p: dsl.Builder) -> None:
     """Sums are kept in scratch until the proxy has taken them."""
     x, y = p.input.chunks(p.world), p.output.chunks(p.world)
-    scattered, gathered = p.scratch(p.world, like=x, turns=3), p.scratch(p.world, like=x, turns=3)
-    sums = p.scratch(1, like=x, turns=2)
+    scattered, gathered = p.scratch(p.world, like=x, stages=3), p.scratch(p.world, like=x, stages=3)
+    sums = p.scratch(1, like=x, stages=2)
     with p.loop():
         for peer in p.peers:
             p.port_put(x[peer], peer, scattered[p.rank])

@@ -273,7 +273,7 @@ def register_in_python(directory: str) -> None:
         dist.barrier()
     told = [text for text in lines if "dsl:two_shot_ll serves all-reduces to 24576 bytes of bf16, fp16, fp32" in text]
     assert len(told) == 1
-    # Two turns of two arrays of packets, each as large as the message.
+    # Two stages of two arrays of packets, each as large as the message.
     assert int(told[0].partition("with ")[2].split()[0]) >= 4 * MAX_BYTES
 
 

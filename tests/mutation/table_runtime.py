@@ -359,11 +359,11 @@ RUNTIME: tuple[Mutant, ...] = (
         "pass",
         f"{OF_FORKS} -k gloo",
     ),
-    python("threads mix the phases of their calls over nodes", HIERARCHY, "with self.turn:", "if True:", OF_TURNS),
+    python("threads mix the phases of their calls over nodes", HIERARCHY, "with self.call_lock:", "if True:", OF_TURNS),
     python(
         "a communicator over nodes is closed beside a call",
         "llm_comm/nodes/group.py",
-        "with self._hierarchy.turn:",
+        "with self._hierarchy.call_lock:",
         "if True:",
         OF_TURNS,
     ),

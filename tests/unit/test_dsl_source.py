@@ -40,7 +40,7 @@ def two_shot(p: dsl.Builder) -> None:
 
 def pipelined(p: dsl.Builder) -> None:
     x, y = p.input.chunks(1), p.output.chunks(1)
-    received = p.scratch(p.world, like=x, turns=2)
+    received = p.scratch(p.world, like=x, stages=2)
     with p.loop():
         for peer in p.peers:
             p.put(x[0], peer, received[p.rank])
@@ -366,9 +366,9 @@ def test_buffers_do_not_overlap(text: Text, operation: str) -> None:
         layout = lay_out(program, groups, 100_000, 4, 64, masks)
         spans = []
         for buffer in program.buffers:
-            if buffer.name in layout.places:
-                place = layout.places[buffer.name]
-                assert place.chunk_stride >= buffer.turns * place.turn_lines * 16
+            if buffer.name in layout.buffers:
+                place = layout.buffers[buffer.name]
+                assert place.chunk_stride >= buffer.stages * place.stage_lines * 16
                 spans.append((place.offset, place.offset + buffer.chunks * place.chunk_stride))
                 if place.mask_offset is not None:
                     spans.append((place.mask_offset, place.mask_offset + buffer.chunks * place.chunk_stride // 4))
@@ -381,14 +381,14 @@ def test_buffers_do_not_overlap(text: Text, operation: str) -> None:
         assert all(layout.half_offset <= begin < end <= layout.bytes for begin, end in reset)
 
 
-def test_turns_hold_what_all_threads_carry_together() -> None:
+def test_stages_hold_what_all_threads_carry_together() -> None:
     program = build(pipelined, 3)
     groups = runs_of(program)
     (loop,) = groups[0].steps
     assert isinstance(loop, LoopRuns)
     layout = lay_out(program, groups, 1 << 20, 4, 64, masks=False)
-    assert layout.places["received"].turn_lines == 4 * 64 * batch_of(loop)
-    assert lay_out(program, groups, 160, 4, 64, masks=False).places["received"].turn_lines == 10
+    assert layout.buffers["received"].stage_lines == 4 * 64 * batch_of(loop)
+    assert lay_out(program, groups, 160, 4, 64, masks=False).buffers["received"].stage_lines == 10
 
 
 def test_grid_follows_from_the_lines() -> None:

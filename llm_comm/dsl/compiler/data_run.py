@@ -334,17 +334,17 @@ class DataRunWriter:
             return
         buffer = chunk.buffer
         name = self._places[chunk] = f"p{len(self._places)}"
-        place = self._layout.places[buffer.name]
-        turn = f"u % {buffer.turns}u" if self._in_loop and buffer.turns > 1 else ""
+        found = self._layout.buffers[buffer.name]
+        stage = f"u % {buffer.stages}u" if self._in_loop and buffer.stages > 1 else ""
 
-        def at(offset: int, stride: int, turn_bytes: int) -> str:
+        def at(offset: int, stride: int, stage_bytes: int) -> str:
             terms = [*(["half"] if half else []), f"{offset}u", f"{number_of(chunk.index)} * {stride}u"]
-            return " + ".join([*terms, f"{turn} * {turn_bytes}u"] if turn else terms)
+            return " + ".join([*terms, f"{stage} * {stage_bytes}u"] if stage else terms)
 
-        lines = at(place.offset, place.chunk_stride, place.turn_lines * LINE_BYTES)
+        lines = at(found.offset, found.chunk_stride, found.stage_lines * LINE_BYTES)
         self._out.add(f"const uint32_t {name} = {lines};  {comment(str(chunk))}")
-        if place.mask_offset is not None:
-            masks = at(place.mask_offset, place.chunk_stride // LINE_BYTES * MASK_BYTES, place.turn_lines * MASK_BYTES)
+        if found.mask_offset is not None:
+            masks = at(found.mask_offset, found.chunk_stride // LINE_BYTES * MASK_BYTES, found.stage_lines * MASK_BYTES)
             self._out.add(f"const uint32_t m{name} = {masks};")
 
     def _line(self, chunk: ir.Chunk, peer: Rank | None, j: int) -> str:

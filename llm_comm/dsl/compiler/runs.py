@@ -30,7 +30,7 @@ class DataRun:
 
     @property
     def lag(self) -> int:
-        """Lag of the run in turns, equal for all of its operations."""
+        """Lag of the run in iterations, equal for all of its operations."""
         return self.ops[0].lag
 
 

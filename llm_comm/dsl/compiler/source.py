@@ -47,7 +47,7 @@ class PortRunWriter:
         self._layout = layout
 
     def add(self, op: PortOp, lag: int | None) -> None:
-        """Generate an operation. ``lag``: its lag in a loop, in turns; None outside of loops."""
+        """Generate an operation. ``lag``: its lag in a loop, in iterations; None outside of loops."""
         semaphore = 0 if isinstance(op, ir.PortPut | ir.Flush) else op.semaphore
         self._out.add(
             f"HeapPortChannel port = args.port_channel({number_of(op.peer)}, "
@@ -90,14 +90,14 @@ class PortRunWriter:
         if buffer.space.is_tensor:
             part, piece = self._part_and_piece(chunk)
             return f"({part} * part_bytes + (uint64_t{{{piece}}} * lines{buffer.parts} + from) * sizeof(Line))"
-        layout, place = self._layout, self._layout.places[buffer.name]
+        layout, found = self._layout, self._layout.buffers[buffer.name]
         terms = [
             f"{layout.half_offset} + (call.is_odd() ? {layout.half_bytes}ull : 0)",
-            f"{place.offset}",
-            f"uint64_t{{{number_of(chunk.index)}}} * {place.chunk_stride}",
+            f"{found.offset}",
+            f"uint64_t{{{number_of(chunk.index)}}} * {found.chunk_stride}",
         ]
         if lag is not None:
-            terms.append(f"uint64_t{{u % {buffer.turns}}} * {place.turn_lines * 16}")
+            terms.append(f"uint64_t{{u % {buffer.stages}}} * {found.stage_lines * 16}")
             terms.append("uint64_t{instance * piece} * sizeof(Line)")
         else:
             terms.append("uint64_t{from} * sizeof(Line)")
@@ -314,7 +314,7 @@ class _Source:
             out.add(
                 f"const uint32_t piece = {batch} * stride;  // lines",
                 f"const uint32_t pieces = ({'share' if self._ports else 'lines'}{loop.parts} + piece - 1) / piece;",
-                "// In a turn of scratch: where the line of this thread lies.",
+                "// Offset of this thread's line in a stage of scratch.",
                 "const uint32_t place = instance * piece + thread_index();"
                 if self._ports
                 else f"const uint32_t place = first{loop.parts};",
