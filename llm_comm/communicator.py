@@ -113,7 +113,7 @@ class Communicator(AllReduceOps, GatherScatter, LinearLayers):
         self._all_gather = self._operations.all_gather.run
         self._reduce_scatter = self._operations.reduce_scatter.run
         self._linear = self._operations.linear.run
-        self._linear_of_any_batch = self._operations.linear_of_any_batch.run
+        self._batch_invariant_linear = self._operations.batch_invariant_linear.run
         self._linear_silu_and_mul = self._operations.linear_silu_and_mul.run
         self._linear_gelu_tanh_and_mul = self._operations.linear_gelu_tanh_and_mul.run
         self._linear_all_reduce = self._operations.linear_all_reduce.run
@@ -329,7 +329,7 @@ class Communicator(AllReduceOps, GatherScatter, LinearLayers):
         self._operations.linear.forget()
         self._operations.linear_silu_and_mul.forget()
         self._operations.linear_gelu_tanh_and_mul.forget()
-        self._operations.linear_of_any_batch.forget()
+        self._operations.batch_invariant_linear.forget()
         self._other_operations.forget()
 
     def check(self) -> None:

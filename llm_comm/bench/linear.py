@@ -15,7 +15,7 @@ Variants, each without chains:
 
 * ``--fp8``: FP8 layers, compared with torch's and vLLM's kernels.
 * ``--silu``: gate-and-up projections with silu-and-mul, in one kernel of llm_comm and in two kernels of others.
-* more than 64 tokens: ``Communicator.linear_of_any_batch``.
+* more than 64 tokens: ``Communicator.batch_invariant_linear``.
 
 Arms with kernels of llm_comm are timed with and without dependent launches (``Config.pdl``), other arms once.
 """

@@ -48,7 +48,7 @@ ALIGNMENT = 16
 #: Parameter name of the layer's weight in each operation. Other operations call it ``linear_weight``.
 _WEIGHTS = {
     LINEAR: "weight",
-    "linear_of_any_batch": "weight",
+    "batch_invariant_linear": "weight",
     LINEAR_SILU_AND_MUL: "gate_up_weight",
     LINEAR_GELU_TANH_AND_MUL: "gate_up_weight",
 }

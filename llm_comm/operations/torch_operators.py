@@ -133,7 +133,7 @@ class Operations:
     linear: Linear
     linear_silu_and_mul: Linear
     linear_gelu_tanh_and_mul: Linear
-    linear_of_any_batch: Linear
+    batch_invariant_linear: Linear
     linear_all_reduce: LinearAllReduce
     linear_all_reduce_add_rms_norm: LinearAllReduceAddRmsNorm
 

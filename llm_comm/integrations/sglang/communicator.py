@@ -42,7 +42,7 @@ from llm_comm.integrations.linear import (
     LINEAR_AT_EVERY_SIZE,
     Scales,
     about_linear,
-    linear_of_any_batch,
+    batch_invariant_linear,
     optional_operands,
     why_not_any,
     why_not_preferred,
@@ -494,9 +494,9 @@ class LlmCommAllReduce:
         first = FIRST_ACTIVATED[LINEAR_SILU_AND_MUL]
         return self._try_linear(Communicator.try_linear_silu_and_mul, x, gate_up_weight, first)
 
-    def linear_of_any_batch(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor | None:
+    def batch_invariant_linear(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor | None:
         """Compute a linear layer of deterministic mode (``invariant_linear.py``); None after ``leave``."""
-        return self._try_linear(linear_of_any_batch, x, weight, FIRST_INVARIANT_LINEAR)
+        return self._try_linear(batch_invariant_linear, x, weight, FIRST_INVARIANT_LINEAR)
 
     def _try_linear(self, *arguments: Any, **options: Any) -> torch.Tensor | None:
         return None if self._llm_comm is None else self._member.try_linear(*arguments, **options)

@@ -227,9 +227,9 @@ class LlmCommCommunicator(CudaCommunicator):  # type: ignore[misc]
         options = linear.optional_operands(bias, scales)
         return self._try_linear(attempt, x, weight, first, **options, out_dtype=out_dtype)
 
-    def linear_of_any_batch(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor | None:
+    def batch_invariant_linear(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor | None:
         """Compute a linear layer of batch-invariant mode (``invariant_linear.py``); None after ``destroy``."""
-        return self._try_linear(linear.linear_of_any_batch, x, weight, linear.FIRST_INVARIANT_LINEAR)
+        return self._try_linear(linear.batch_invariant_linear, x, weight, linear.FIRST_INVARIANT_LINEAR)
 
     def prefers_linear(self, outputs: int, inputs: int, fp8: bool = False, block_scales: bool = False) -> bool:
         """Return whether llm_comm is preferred for a linear layer at some batch size up to ``max_linear_tokens``."""
