@@ -261,7 +261,7 @@ RowKey check_layer(const Node& node) {
   };
   const std::string outputs = features("outputs", linear::kMultiple);
   const std::string inputs = features(
-      "inputs", is_among(operation, of_fp8) ? linear::inputs_multiple(FactorType::kFloat8) : linear::kMultiple);
+      "inputs", is_among(operation, of_fp8) ? linear::inputs_multiple(OperandType::kFloat8) : linear::kMultiple);
   const std::string with_pdl = truth(node, "pdl") ? " with pdl" : " without pdl";
   const uint64_t up_to =
       number(node, "up_to", 1, linear::kMaxTokens, "a number of tokens, 1 to " + std::to_string(linear::kMaxTokens));

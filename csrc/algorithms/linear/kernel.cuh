@@ -177,7 +177,7 @@ class LinearFetch {
 };
 
 // Adds the products of the team's tiles to `sums`. Called by all threads of the team.
-template <FactorType F, bool BlockScales, uint32_t Tokens>
+template <OperandType F, bool BlockScales, uint32_t Tokens>
 LLM_COMM_DEVICE void multiply_for_linear(const LinearArgs& args, const LinearMemory& memory, uint32_t team,
                                          float (&sums)[Tokens / 2]) {
   static_assert(linear::kTeams == 2, "the boxes of a team: every second one");
@@ -219,7 +219,7 @@ LLM_COMM_DEVICE void multiply_for_linear(const LinearArgs& args, const LinearMem
   multiply_wait<0>(sums);
 }
 
-template <FactorType F, DataType D, uint32_t kParts, bool BlockScales, uint32_t Tokens>
+template <OperandType F, DataType D, uint32_t kParts, bool BlockScales, uint32_t Tokens>
 LLM_COMM_KERNEL(linear::kThreads)
 linear_layer(LLM_COMM_KERNEL_PARAM LinearArgs args) {
   const LinearMemory memory{tile_memory()};
@@ -292,7 +292,7 @@ linear_layer(LLM_COMM_KERNEL_PARAM LinearArgs args) {
   }
 }
 
-template <FactorType F, DataType D, uint32_t Parts, bool BlockScales>
+template <OperandType F, DataType D, uint32_t Parts, bool BlockScales>
 LinearKernel LinearKernels<F, D, Parts, BlockScales>::find(uint32_t token_rows) {
   switch (token_rows) {
     case 8:

@@ -17,7 +17,7 @@ namespace llm_comm::inline LLM_COMM_TARGET {
 //   team 1, thread kMaxBlockOutputs + t:  bias of that row
 // Scales of the weight and the bias are read before earlier grids have ended, as the weight is. Layout in shared
 // memory, fp32: kMaxTokens scales of tokens, kMaxBlockOutputs scales of rows, kMaxBlockOutputs elements of the bias.
-template <FactorType F, DataType D, bool BlockScales>
+template <OperandType F, DataType D, bool BlockScales>
 class LinearScales {
  public:
   LLM_COMM_DEVICE LinearScales(const LinearArgs& args, SharedAddress place) : args_(args), place_(place) {}
@@ -75,7 +75,7 @@ class LinearScales {
   }
 
  private:
-  static constexpr bool kIsScaled = F == FactorType::kFloat8 && !BlockScales;
+  static constexpr bool kIsScaled = F == OperandType::kFloat8 && !BlockScales;
 
   LLM_COMM_DEVICE bool has_bias() const { return args_.bias != nullptr; }
   LLM_COMM_DEVICE bool is_used() const { return kIsScaled || has_bias(); }

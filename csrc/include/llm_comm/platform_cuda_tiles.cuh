@@ -170,12 +170,12 @@ namespace tiles {
 
 // FP8 operands are always K-major, so their instruction has no transpose flags.
 #define LLM_COMM_WGMMA(count, registers, operands, ...)                                                    \
-  if constexpr (F == FactorType::kFloat8) {                                                                \
+  if constexpr (F == OperandType::kFloat8) {                                                               \
     asm volatile("wgmma.mma_async.sync.aligned.m64n" #count "k32.f32.e4m3.e4m3 {" registers "}, " operands \
                  ", 1, 1, 1;"                                                                              \
                  : __VA_ARGS__                                                                             \
                  : "l"(outputs), "l"(tokens));                                                             \
-  } else if constexpr (F == FactorType::kBFloat16) {                                                       \
+  } else if constexpr (F == OperandType::kBFloat16) {                                                      \
     asm volatile("wgmma.mma_async.sync.aligned.m64n" #count "k16.f32.bf16.bf16 {" registers "}, " operands \
                  ", 1, 1, 1, 0, 0;"                                                                        \
                  : __VA_ARGS__                                                                             \
@@ -195,7 +195,7 @@ namespace tiles {
 #define LLM_COMM_SUMS_32(i) LLM_COMM_SUMS(i), LLM_COMM_SUMS(i + 8), LLM_COMM_SUMS(i + 16), LLM_COMM_SUMS(i + 24)
 
 // 64 outputs times 2 * N tokens over 32 bytes of columns.
-template <FactorType F, uint32_t N>
+template <OperandType F, uint32_t N>
 LLM_COMM_DEVICE void wgmma(float (&sums)[N], uint64_t outputs, uint64_t tokens) {
   // clang-format off
   if constexpr (N == 4) {
@@ -248,7 +248,7 @@ LLM_COMM_DEVICE void multiply_wait(float (&sums)[N]) {
 
 // The instruction computes 64 outputs. If the tile has fewer rows, the others are computed from the memory behind the
 // tile and never read.
-template <FactorType F, uint32_t N>
+template <OperandType F, uint32_t N>
 LLM_COMM_DEVICE void multiply_boxes(float (&sums)[N], Box outputs, uint32_t, Box tokens) {
   asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
   LLM_COMM_UNROLL(4)
@@ -291,7 +291,7 @@ LLM_COMM_DEVICE void multiply_fp8(float* sums, const uint32_t (&a)[4], const uin
 }  // namespace tiles
 
 // A warp computes 16 outputs. If only 8 rows of the tile are left, it computes them twice.
-template <FactorType F, uint32_t N>
+template <OperandType F, uint32_t N>
 LLM_COMM_DEVICE void multiply_boxes(float (&sums)[N], Box outputs, uint32_t output_rows, Box tokens) {
   const uint32_t lane = thread_index() % kWarpThreads;
   const uint32_t first = thread_index() % kTeamThreads / kWarpThreads * 16;
@@ -312,9 +312,9 @@ LLM_COMM_DEVICE void multiply_boxes(float (&sums)[N], Box outputs, uint32_t outp
                    : "=r"(b[0]), "=r"(b[1])
                    : "r"(tiles::piece(tokens, 8 * i + lane % 8, 2 * k + lane / 8 % 2))
                    : "memory");
-      if constexpr (F == FactorType::kFloat8) {
+      if constexpr (F == OperandType::kFloat8) {
         tiles::multiply_fp8(sums + 4 * i, a, b);
-      } else if constexpr (F == FactorType::kBFloat16) {
+      } else if constexpr (F == OperandType::kBFloat16) {
         asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
             : "+f"(sums[4 * i]), "+f"(sums[4 * i + 1]), "+f"(sums[4 * i + 2]), "+f"(sums[4 * i + 3])
             : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]));

@@ -2,9 +2,9 @@
 // thread computes its sums in plain code. The rows of a tile lie one after the other, without a swizzle.
 #pragma once
 
-#include "llm_comm/factor.cuh"
 #include "llm_comm/fragment.cuh"
 #include "llm_comm/matrix_view.h"
+#include "llm_comm/operand.cuh"
 
 namespace llm_comm::inline LLM_COMM_TARGET {
 
@@ -85,15 +85,15 @@ template <uint32_t Groups, uint32_t N>
 LLM_COMM_DEVICE void multiply_wait(float (&)[N]) {}
 
 // Products are exact in fp32, also those of FP8. Sums are rounded to fp32 only; GPUs accumulate FP8 with fewer bits.
-template <FactorType F, uint32_t N>
+template <OperandType F, uint32_t N>
 LLM_COMM_DEVICE void multiply_boxes(float (&sums)[N], Box outputs, uint32_t output_rows, Box tokens) {
   const uint32_t thread = thread_index() % kTeamThreads;
   for (uint32_t i = 0; i < N; ++i) {
     const uint32_t output = output_of(thread, i);
     if (output >= output_rows) continue;
-    const auto* const weights = pointer_to<const Factor<F>>(outputs.place + output * kBoxRowBytes);
-    const auto* const x = pointer_to<const Factor<F>>(tokens.place + token_of(thread, i) * kBoxRowBytes);
-    constexpr uint32_t kColumns = kBoxRowBytes / sizeof(Factor<F>);
+    const auto* const weights = pointer_to<const Operand<F>>(outputs.place + output * kBoxRowBytes);
+    const auto* const x = pointer_to<const Operand<F>>(tokens.place + token_of(thread, i) * kBoxRowBytes);
+    constexpr uint32_t kColumns = kBoxRowBytes / sizeof(Operand<F>);
     for (uint32_t k = 0; k < kColumns; ++k) sums[i] = multiply_add(weights[k].value(), x[k].value(), sums[i]);
   }
 }
