@@ -23,7 +23,7 @@
 //
 // Why the offsets may be staged (H1 of hb_session.cuh). entry_barrier_before_copies() sends them through the first half
 // of the staging memory, as in direct.cuh. A rank may leave the entry barrier while a peer still reads the rank's
-// offset. The later grids of the launch store nothing there, and the next of them ends only after all peers have left
+// offset. The later grids of the launch store nothing there, and the next of them ends only when every peer has left
 // the entry barrier. So H1 holds for all grids of a launch together, and no other operation runs between them.
 #pragma once
 

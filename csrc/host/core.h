@@ -125,8 +125,8 @@ class Core {
 
   // Release of the workspaces' memory while the communicator is idle, and its restoration. Addresses stay reserved, so
   // prepared calls, captured graphs and channels() are valid again after the restoration. The symmetric heap is not
-  // released. Ranks call each step only after all ranks have finished the previous one. Not possible with cudaIpc
-  // memory or with multicast set up.
+  // released. A rank calls a step once every rank has finished the previous step. Not possible with cudaIpc memory or
+  // with multicast set up.
 
   // Refuses further calls, waits for the device, and stops the proxy when it has executed all requests. Throws
   // std::runtime_error if either does not finish; end_release() undoes this step. No stream may be under capture.
@@ -140,8 +140,8 @@ class Core {
   // Accepts calls again. Throws std::runtime_error if the proxy cannot be started.
   virtual void end_release() = 0;
 
-  // NVLink multicast over the workspaces of all ranks, which must be mapped. Ranks call each step only after all ranks
-  // have finished the previous one. If a step fails on one rank, all ranks call drop_multicast(). The steps throw
+  // NVLink multicast over the workspaces of all ranks, which must be mapped. A rank calls a step once every rank has
+  // finished the previous step. If a step fails on one rank, all ranks call drop_multicast(). The steps throw
   // std::runtime_error. If the environment forbids multicast they do so before they look up any driver function for it
   // (multicast_switches.h).
 

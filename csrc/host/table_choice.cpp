@@ -18,8 +18,9 @@ namespace llm_comm::host {
 
 namespace {
 
-// Devices that can use each other's tables, because everything that a table depends on is equal: compute capability
-// (which kernels run), number of SMs (how many blocks run at once), and links between devices (when two hops beat one).
+// Devices that can use each other's tables. A table depends on three properties, which must be equal: compute
+// capability (which kernels run), number of SMs (how many blocks run at once), and links between devices (when two hops
+// beat one).
 // Only the driver's device name identifies the links: H800 and H100 NVL have the capability and SMs of H100 SXM, but
 // fewer or other NVLinks. H20 (78 SMs), H100 PCIe, H200 NVL, MIG instances, A100 and B200 are similar to no listed
 // device.

@@ -83,7 +83,7 @@ concept TargetLauncher =
 
       // Returns whether a graph captures the launch.
       { launcher.launch(function, args, grid, stream) } -> std::same_as<bool>;
-      // Enqueues copies after all launches, in any order among themselves.
+      // Enqueues copies after every earlier launch, in any order among themselves.
       launcher.copy(copies, stream);
       { launcher.side_stream(stream) } -> SideStreamCopies;
 

@@ -97,7 +97,7 @@ class Hub {
         if (error == EINTR || error == ECONNABORTED) continue;
         if (has_no_room(error)) {
           if (evict_unidentified()) continue;
-          // The same connection would be announced again at once.
+          // Wait until descriptors become free: poll() would report the same connection again immediately.
           std::this_thread::sleep_for(std::chrono::milliseconds(5));
         }
         return;

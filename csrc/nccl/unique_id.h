@@ -39,7 +39,7 @@ enum class Answer : char {
   kRejected = '-',  // this rank is connected already, or gave another number of ranks
 };
 
-// The hub's second answer, after all ranks have connected.
+// The hub's second answer, sent when every rank has connected.
 struct Welcome {
   uint64_t has_real_id;
   ncclUniqueId real_id;

@@ -240,7 +240,7 @@ class Hierarchy:
         topology = self.topology
         text = (
             f"{topology.names.in_group(topology.rank)}: the nodes disagree about a call: {differences}. All ranks "
-            "must make the same calls in the same order. This communicator cannot be used any more."
+            "must make the same calls in the same order. This communicator can no longer be used."
         )
         brief = f"disagrees with {topology.names.several(topology.others)}"
         self._handle.end_with(RankError(MismatchError.__name__, fit(text), brief, topology.rank, topology.others[0]))

@@ -53,8 +53,8 @@ def lost_partners(topology: Topology, transport: str, where: str, why: str) -> R
     failed = f"failed {where}" if where else "failed"
     text = (
         f"{names.in_group(rank)}: exchange with {names.each(others)} by {transport} {failed}: {why}. A node, or a "
-        "rank of it, has died, hangs, makes other calls than this rank, or cannot be reached. This communicator cannot "
-        "be used any more."
+        "rank of it, has died, hangs, makes other calls than this rank, or cannot be reached. This communicator can "
+        "no longer be used."
     )
     brief = f"lost {names.several(others)} between the nodes"
     return RankError(PeerTimeout.__name__, fit(text), brief, rank, others[0])
@@ -280,9 +280,9 @@ class NodeWatch(threading.Thread):
         text = (
             f"{names.in_group(topology.rank)}: no sign of life from node {node}, {topology.hosts[node]}, with "
             f"{names.each(ranks)}, for {silent_s:.1f} s: it is gone, hangs, or cannot be reached. "
-            "LLM_COMM_TIMEOUT_S sets the limit. This communicator cannot be used any more."
+            "LLM_COMM_TIMEOUT_S sets the limit. This communicator can no longer be used."
         )
-        brief = f"heard nothing of node {node} any more"
+        brief = f"lost contact with node {node}"
         return RankError(PeerTimeout.__name__, fit(text), brief, topology.rank, ranks[0])
 
 

@@ -348,7 +348,7 @@ class Linear:
         except ValueError as error:
             # The row was measured on another device or written by hand. The layer itself is supported.
             logger.warning(
-                "llm_comm: tuning table %s: %s; goes by the kernel's own choice", self._planner.table.name, error
+                "llm_comm: tuning table %s: %s; uses the kernel's own choice", self._planner.table.name, error
             )
             return prepare(choice=_core.LinearChoice())
 

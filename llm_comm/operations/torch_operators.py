@@ -161,7 +161,7 @@ def find(communicator: str) -> Operations:
     """
     found = _operations.get(communicator)
     if found is None:
-        raise RuntimeError(f"there is no communicator {communicator!r} in this process (any more)")
+        raise RuntimeError(f"there is no communicator {communicator!r} in this process")
     return found
 
 

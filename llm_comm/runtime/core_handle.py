@@ -117,7 +117,7 @@ class CoreHandle:
                     f"this communicator belongs to process {self._maker}, and this is process {os.getpid()}, forked "
                     "from it: no rank waits for a call from here. Make a communicator in this process"
                 )
-            replays = "; operations of it in CUDA graphs do nothing any more" if self._is_in_graphs else ""
+            replays = "; its operations in CUDA graphs do nothing" if self._is_in_graphs else ""
             raise RuntimeError(f"this communicator is closed{replays}")
 
     def check(self, look_at_order: bool = False) -> None:

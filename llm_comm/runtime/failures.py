@@ -27,7 +27,7 @@ def explain(error: _core.OperationError, waited_s: float, names: RankNames) -> R
     this, peer, again = names.in_group(error.rank), names.full(error.peer), names.short(error.peer)
     rank, failed_peer = names.number(error.rank), names.number(error.peer)
     if error.cause == "transport":
-        text = f"{this}: data could not be sent to a peer: {error.text}. This communicator cannot be used any more."
+        text = f"{this}: data could not be sent to a peer: {error.text}. This communicator can no longer be used."
         return RankError(LaunchError.__name__, fit(text), "could not send data to a peer", rank, rank)
     # Operations are numbered from 1 in texts, as calls are. The device also counts replays of graphs, the host does
     # not.
@@ -94,7 +94,7 @@ def explain(error: _core.OperationError, waited_s: float, names: RankNames) -> R
         )
         if error.cause == "peer exited":
             text = f"the process of {peer} has exited, and a {where} waits for it."
-    text = f"{this}: {text} This communicator cannot be used any more."
+    text = f"{this}: {text} This communicator can no longer be used."
     return RankError(kind.__name__, fit(text), brief, rank, failed_peer)
 
 

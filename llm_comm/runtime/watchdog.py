@@ -133,7 +133,7 @@ class Watchdog(threading.Thread):
         """End the communicator on all ranks because an operation could not be launched here. Return the error."""
         text = (
             f"{self._this}: an operation could not be launched ({why}), and other ranks may have launched "
-            "theirs. This communicator cannot be used any more."
+            "theirs. This communicator can no longer be used."
         )
         kind, brief = LaunchError.__name__, "could not launch an operation"
         return self.end_with(RankError(kind, fit(text), brief, self._number, self._number))
@@ -211,8 +211,8 @@ class Watchdog(threading.Thread):
         except Exception as error:
             logger.exception("llm_comm: the watchdog of %s failed", self._this)
             text = (
-                f"{self._this}: nobody watches this communicator any more ({type(error).__name__}: {error}). It "
-                "cannot be used any more."
+                f"{self._this}: the watchdog of this communicator has failed ({type(error).__name__}: {error}). The "
+                "communicator can no longer be used."
             )
             failure = RankError(CommunicatorError.__name__, fit(text), "has no watchdog", self._number, self._number)
             with contextlib.suppress(Exception):  # peers then detect the failure by their timeout
@@ -292,7 +292,7 @@ class Watchdog(threading.Thread):
         names, index = self._names, self._first_exit[0]
         text = (
             f"{self._this}: the process of {names.full(index)} has exited without closing its communicator. This one "
-            "cannot be used any more."
+            "can no longer be used."
         )
         brief = f"saw that the process of {names.short(index)} has exited"
         return RankError(PeerTimeout.__name__, text, brief, self._number, names.number(index))

@@ -286,7 +286,7 @@ def nobody_announces_a_put(p: dsl.Builder) -> None:
         p.copy(received[peer], y[peer])  # refused
 
 
-@broken("all_gather", Fault.RACE, "have rank 0 signal behind it, and rank 1 wait for that signal before it reads")
+@broken("all_gather", Fault.RACE, "have rank 0 signal after it, and rank 1 wait for that signal before it reads")
 def signals_before_it_puts(p: dsl.Builder) -> None:
     x, y = p.input.chunks(1), p.output.chunks(p.world)
     received = p.scratch(p.world, like=x)
@@ -395,7 +395,7 @@ def packets_acknowledge_packets(p: dsl.Builder) -> None:
                 p.signal(p.ranks[1])
 
 
-@broken("all_gather", Fault.RACE, "have rank 1 signal behind it, and rank 0 wait for that signal", world=2)
+@broken("all_gather", Fault.RACE, "have rank 1 signal after it, and rank 0 wait for that signal", world=2)
 def packets_announce_plain_memory(p: dsl.Builder) -> None:
     x, y = p.input.chunks(2), p.output.chunks(2 * p.world)
     plain, flag = p.scratch(1, like=x), p.packets(1, like=x)
@@ -422,7 +422,7 @@ def the_source_of_a_port_changes(p: dsl.Builder) -> None:
     p.copy(received[0], y[p.rank + 1])
 
 
-@broken("all_gather", Fault.RACE, "have rank 0 signal through the port behind it", world=2)
+@broken("all_gather", Fault.RACE, "have rank 0 signal through the port after it", world=2)
 def a_port_is_announced_by_memory(p: dsl.Builder) -> None:
     x, y = p.input.chunks(1), p.output.chunks(p.world)
     received = p.scratch(1, like=x)
@@ -432,7 +432,7 @@ def a_port_is_announced_by_memory(p: dsl.Builder) -> None:
     p.flush(p.rank + 1)
 
 
-@broken("all_gather", Fault.RACE, "have rank 0 signal through the port behind it", world=2)
+@broken("all_gather", Fault.RACE, "have rank 0 signal through the port after it", world=2)
 def a_flush_is_taken_for_arrival(p: dsl.Builder) -> None:
     x, y = p.input.chunks(1), p.output.chunks(p.world)
     received = p.scratch(1, like=x)

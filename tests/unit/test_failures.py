@@ -137,7 +137,7 @@ def call(count: int, number: int, row: int = 0) -> Any:
             TIMEOUT,
             "waited for rank 2 in a one-shot",
             "the process of rank 2 has exited, and a one-shot all-reduce of 80 bytes (operation 813 of this "
-            "communicator, replays counted; phase 0) waits for it. This communicator cannot be used any more.",
+            "communicator, replays counted; phase 0) waits for it. This communicator can no longer be used.",
         ),
         (
             operation_error("concurrent use", phase=-1),
@@ -178,7 +178,7 @@ def test_a_rank_s_own_error(error: Any, kind: str, brief: str, words: str) -> No
         error.cause not in ("concurrent use", "overlap", "mismatch")
     )
     assert words in unnamed(told.text)
-    assert told.text.endswith("This communicator cannot be used any more.")
+    assert told.text.endswith("This communicator can no longer be used.")
 
 
 def test_rows_of_a_call_are_told() -> None:

@@ -55,7 +55,7 @@ all_gather_one_shot(LLM_COMM_KERNEL_PARAM ShardsArgs args) {
       if (line < target.lines()) target.store(line, value);
     }
   }
-  // Each block arrives once, after all its threads have read the operation number.
+  // Each block arrives once. Its threads have all read the operation number by then.
   block_sync();
   if (thread_index() == 0) session.arrive();
 }

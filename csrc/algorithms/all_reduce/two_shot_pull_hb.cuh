@@ -5,8 +5,8 @@
 // direct.cuh proves that they may be accessed, that inputs may be overwritten afterwards, and that outputs are complete
 // at the end.
 //
-// The output may be the input, on any rank: only one rank accesses the lines of a slice in all tensors, and its thread
-// that stores a line has loaded that line from all ranks before.
+// The output may be the input, on any rank. Only one rank accesses the lines of a slice, in all tensors. The thread of
+// that rank that stores a line has loaded the line from all ranks before.
 #pragma once
 
 #include "algorithms/all_reduce/operation.cuh"

@@ -24,7 +24,7 @@ namespace llm_comm::inline LLM_COMM_TARGET {
 
 inline constexpr OperationKind kAllReduceAddRmsNormTwoShot = kKindOf<struct AllReduceAddRmsNormTwoShot>;
 
-// How sums reach the other ranks: the owner of a segment sends them to each rank, or stores them to all ranks at once.
+// Way of the sums to the other ranks: the owner of a segment sends them to each rank, or stores them to all at once.
 struct Pushed {
   static constexpr bool kToAll = false;
   static constexpr bool kIsSummedBySwitch = false;

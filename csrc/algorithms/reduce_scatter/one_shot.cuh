@@ -17,8 +17,8 @@ namespace llm_comm::inline LLM_COMM_TARGET {
 
 inline constexpr OperationKind kReduceScatterOneShot = kKindOf<struct ReduceScatterOneShot>;
 
-// Thread (k, c) of a block handles line c of each of the block's tiles: it sends that line of peer k's shard to peer k,
-// and receives peer k's contribution to that line of this rank's shard. Threads with k == rank load this rank's
+// Thread (k, c) of a block handles line c of each of the block's tiles. The thread sends that line of peer k's shard to
+// peer k, and receives peer k's contribution to that line of this rank's shard. Threads with k == rank load this rank's
 // contribution.
 template <DataType D, int World>
 LLM_COMM_KERNEL(kMaxShardThreads)

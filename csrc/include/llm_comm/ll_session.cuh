@@ -216,7 +216,7 @@ class LLSessionOf {
   LLM_COMM_DEVICE OperationInWait in_wait() const { return op_.in_wait(); }
   LLM_COMM_DEVICE void note_abort() { op_.note_abort(); }
 
-  // As Operation::arrive(): one thread of each block, after all its threads have called begin().
+  // As Operation::arrive(): called by one thread of each block, when every thread of the block has called begin().
   LLM_COMM_DEVICE void arrive() const { op_.arrive(); }
 
  private:

@@ -210,7 +210,7 @@ class Operation {
   // True if a wait of this thread has been aborted, or begin() returned false.
   LLM_COMM_DEVICE bool aborted() const { return aborted_; }
 
-  // Counts this block in. One thread of every block calls it once, after all threads of the block have called begin()
+  // Counts this block in. One thread of every block calls it once, when every thread of the block has called begin()
   // and a block_sync(). It need not be the last call: the next operation reads the number only after this grid has
   // ended. An operation that overlaps this one before then reads the same number; the host detects that.
   //

@@ -2,8 +2,8 @@
 // sm_90. In code compiled for an older GPU they trap; the descriptors' grid() never chooses such a kernel there.
 //
 // PTX ISA, "multimem.ld_reduce, multimem.st, multimem.red": only these instructions may access a multimem address, and
-// each accesses all memories behind it. Stores use .v4.f32 for every type: they copy the bits unchanged. Each
-// vector element is a separate access (PTX ISA, "Vector Data-types"), so only 4-byte words are atomic.
+// each accesses all memories that the address maps to. Stores use .v4.f32 for every type: they copy the bits unchanged.
+// Each vector element is a separate access (PTX ISA, "Vector Data-types"), so only 4-byte words are atomic.
 //
 // SASS shows only ld_reduce (LDGMC). A multimem store appears as STG and a red as REDG, like accesses to one memory.
 // tools/check_multicast.py therefore counts the others in PTX.

@@ -124,7 +124,7 @@ def check_port_work(records: Records) -> None:
             raise ProgramError(
                 Fault.RACE,
                 f"the call may end on rank {work.peer} before the proxy of rank {work.rank} has put {work.target} "
-                f"there: signal through the port behind it, and have rank {work.peer} wait for that",
+                f"there: signal through the port after it, and have rank {work.peer} wait for that",
                 work.where,
             )
 
@@ -220,7 +220,7 @@ def _with_caller(host: Access, access: Access) -> ProgramError:
     return ProgramError(
         Fault.RACE,
         f"the call may end on rank {owner} while rank {access.rank} still {_uses(access)} {address} there: have "
-        f"rank {access.rank} signal behind it, and rank {owner} wait for that",
+        f"rank {access.rank} signal after it, and rank {owner} wait for that",
         access.where,
     )
 
@@ -255,10 +255,10 @@ def _announce(write: Access, read: Access) -> str:
         return "groups of a rank run side by side. Have one group do both"
     if isinstance(write.op, ir.PortPut):
         return (
-            f"have rank {write.rank} signal through the port behind it, and rank {read.rank} wait for that signal "
+            f"have rank {write.rank} signal through the port after it, and rank {read.rank} wait for that signal "
             "before it reads"
         )
-    return f"have rank {write.rank} signal behind it, and rank {read.rank} wait for that signal before it reads"
+    return f"have rank {write.rank} signal after it, and rank {read.rank} wait for that signal before it reads"
 
 
 def _acts(access: Access) -> str:

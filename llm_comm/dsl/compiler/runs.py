@@ -280,7 +280,7 @@ def _with_values(group: GroupRuns) -> GroupRuns:
                     raise CompileError(
                         op.where,
                         f"the value {value}, made by `{maker.where}`, is used behind a signal or a wait, where no "
-                        "register holds it any more: store it to scratch and load it again",
+                        "register holds it: store it to scratch and load it again",
                     )
                 again[value] = ir.Load(op.where, maker.only, run.lag, value, maker.source)
         return DataRun((*again.values(), *run.ops), run.parts)

@@ -340,7 +340,7 @@ def _leave_norms_to_sglang() -> None:
     """Switch fused norms off. With --enable-pdmux prefills use a group of their own, but fused norms know only "tp"."""
     fusion = sys.modules.get("llm_comm.integrations.sglang.fusion")
     if fusion is not None and fusion.deactivate() and dist.get_rank() == 0:
-        logger.info("llm_comm: norms are not fused after all: --enable-pdmux sums prefills in a group of their own.")
+        logger.info("llm_comm: fused norms are off: --enable-pdmux runs prefill all-reduces in a separate group.")
 
 
 def _is_deterministic() -> bool:

@@ -114,7 +114,7 @@ def _all_gather(x: torch.Tensor, dim: int, world_size: int, group_name: str) -> 
     reference = parallel_state._groups.get(group_name)
     group = None if reference is None else reference()
     if group is None:
-        raise ValueError(f"there is no group {group_name!r} in this process (any more)")
+        raise ValueError(f"there is no group {group_name!r} in this process")
     return group.all_gather(x, dim)  # type: ignore[no-any-return]
 
 

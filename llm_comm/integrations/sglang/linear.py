@@ -143,7 +143,7 @@ def _their_backend() -> str:
 def _say_that_they_are_sglangs(backend: str) -> None:
     if dist.get_rank() == 0:
         logger.info(
-            "llm_comm: linear layers are SGLang's after all: the tuning table compared with cuBLAS, not with "
+            "llm_comm: fuse_linear is off: the tuning table was measured against cuBLAS, not against "
             "--bf16-gemm-backend %s",
             backend,
         )

@@ -537,7 +537,7 @@ def prefills_beside_decodes_sum_in_their_own_group() -> None:
                 close(run_model(make_model()), run_model(unfused))
             assert not of_decodes
             assert not of_prefills
-        assert len(log.having("norms are not fused after all: --enable-pdmux")) == (dist_rank() == 0)
+        assert len(log.having("fused norms are off: --enable-pdmux")) == (dist_rank() == 0)
 
 
 @scenario()

@@ -315,9 +315,7 @@ def only_the_layers_of_a_table_are_computed_by_llm_comm() -> None:
         for layer in layers:
             check(layer, (5, half))
         assert calls == [5, 16]
-        said = log.having(
-            "linear layers are SGLang's after all: the tuning table compared with cuBLAS, not with --bf16"
-        )
+        said = log.having("fuse_linear is off: the tuning table was measured against cuBLAS, not against --bf16")
         assert len(said) == (dist_rank() == 0), said
 
 
