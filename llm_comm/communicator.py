@@ -398,7 +398,7 @@ class Communicator(AllReduceOps, GatherScatter, LinearLayers):
     @property
     def rank_in_node(self) -> int:
         """Rank of this process among the ranks of its node, from 0."""
-        return self.rank if self._multi_node is None else self._multi_node.place
+        return self.rank if self._multi_node is None else self._multi_node.local_rank
 
     @property
     def workspace_bytes(self) -> int:

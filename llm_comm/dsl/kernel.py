@@ -185,24 +185,24 @@ class Kernel:
         if memory.is_cuda:
             torch.cuda.current_stream(memory.device).synchronize()
 
-    def why_not(self, choice: LaunchParameters) -> str:
+    def why_not(self, parameters: LaunchParameters) -> str:
         """Return why the kernel cannot be launched with these parameters, or ""."""
-        return grid.why_not(choice, self._limits, len(self.program.groups), self._site.device)
+        return grid.why_not(parameters, self._limits, len(self.program.groups), self._site.device)
 
     def candidates(self, message_bytes: int) -> list[LaunchParameters]:
         """Return launch parameters to measure, the kernel's own first. No two give the same grid."""
         lines = chunk_lines(message_bytes // self.outer, self._pieces)
         return grid.candidates(self._limits, len(self.program.groups), lines)
 
-    def grid(self, message_bytes: int, choice: LaunchParameters = DEFAULT_LAUNCH) -> tuple[int, int]:
-        """Return the blocks of all groups and the threads of a block. ``why_not(choice)`` must be ""."""
+    def grid(self, message_bytes: int, parameters: LaunchParameters = DEFAULT_LAUNCH) -> tuple[int, int]:
+        """Return the blocks of all groups and the threads of a block. ``why_not(parameters)`` must be ""."""
         groups = len(self.program.groups)
-        limits = grid.narrowed(self._limits, choice, groups)
+        limits = grid.narrowed(self._limits, parameters, groups)
         instances, threads = limits.of_call(chunk_lines(message_bytes // self.outer, self._pieces))
         return instances * groups, threads
 
     def prepare(
-        self, input_bytes: int, output_bytes: int, counter: _core.Counter, choice: LaunchParameters = DEFAULT_LAUNCH
+        self, input_bytes: int, output_bytes: int, counter: _core.Counter, parameters: LaunchParameters = DEFAULT_LAUNCH
     ) -> Callable[..., bool]:
         """Return a function that launches a call: it takes addresses of input and output and a stream, and returns
         whether the launch was enqueued. ``counter`` counts enqueued launches.
@@ -213,9 +213,9 @@ class Kernel:
         """
         assert self._workspace is not None, "connect() comes first"
         message_bytes = max(input_bytes, output_bytes)
-        blocks, threads = self.grid(message_bytes, choice)
+        blocks, threads = self.grid(message_bytes, parameters)
         memory, channels = self._workspace
-        (place, words) = channels.places
+        offset, words = channels.symmetric_offsets
         data_type = next((name for name, dtype in TORCH_TYPES.items() if dtype == self.element.dtype), _BYTES)
         launch = _core.ProgramLaunch(
             kernel=self._number,
@@ -223,7 +223,7 @@ class Kernel:
             blocks=blocks,
             threads=threads,
             shared_bytes=shared_bytes(self.program),
-            memory=place,
+            memory=offset,
             memory_bytes=memory.nbytes,
             semaphore_words=words,
             semaphores=channels.semaphores,
@@ -269,25 +269,25 @@ class ProgramKernels:
             self._kernels[data_type] = kernel
         self.workspace_bytes = kernel.workspace_bytes
 
-    def why_not(self, choice: LaunchParameters) -> str:
+    def why_not(self, parameters: LaunchParameters) -> str:
         """See ``planning.programs.Kernels``."""
         # The kernels of all dtypes have the same limits.
-        return next(iter(self._kernels.values())).why_not(choice)
+        return next(iter(self._kernels.values())).why_not(parameters)
 
     def candidates(self, data_type: str, message_bytes: int) -> list[LaunchParameters]:
         """See ``planning.programs.Kernels``."""
         return self._kernels[data_type].candidates(self._whole(message_bytes))
 
-    def grid(self, data_type: str, message_bytes: int, choice: LaunchParameters) -> tuple[int, int]:
+    def grid(self, data_type: str, message_bytes: int, parameters: LaunchParameters) -> tuple[int, int]:
         """See ``planning.programs.Kernels``."""
-        return self._kernels[data_type].grid(self._whole(message_bytes), choice)
+        return self._kernels[data_type].grid(self._whole(message_bytes), parameters)
 
     def prepare(
-        self, data_type: str, message_bytes: int, choice: LaunchParameters, counter: _core.Counter
+        self, data_type: str, message_bytes: int, parameters: LaunchParameters, counter: _core.Counter
     ) -> Callable[..., bool]:
         """See ``planning.programs.Kernels``."""
         kernel = self._kernels[data_type]
-        return kernel.prepare(message_bytes * self._inputs, message_bytes * self._outputs, counter, choice)
+        return kernel.prepare(message_bytes * self._inputs, message_bytes * self._outputs, counter, parameters)
 
     def _whole(self, message_bytes: int) -> int:
         """Return the bytes of all shards, the message size of a kernel."""

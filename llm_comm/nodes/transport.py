@@ -48,8 +48,9 @@ _CHECK_S = 0.02
 
 
 class Transport(Protocol):
-    """Transport between partners, the ranks with the same place in their nodes. All make the same calls in the same
-    order.
+    """Transport between partners: the ranks with the same local rank in their nodes.
+
+    All partners make the same calls in the same order.
 
     A rank makes one call at a time. Only ``look`` and ``abort`` may run concurrently with a call.
     """

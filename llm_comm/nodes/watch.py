@@ -78,7 +78,7 @@ class Heartbeat(threading.Thread):
         self._store = store
         self._node = topology.node
         # The first rank of each node sends its heartbeats.
-        self._is_first = topology.place == 0
+        self._is_first = topology.local_rank == 0
         self._look_s = look_s
         self._beat_s = min(_LONGEST_BEAT_S, timeout_s * _BEAT_SHARE)
         self._beats = 0

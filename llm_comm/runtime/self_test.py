@@ -146,9 +146,9 @@ def _enqueue(
     for_core = problem.for_core()
     tilings = []
     for one in (algorithm, reference):
-        choice = next(iter(_core.candidates(one.number, for_core, limits)), None) or _usual_choice(one)
+        tuning = next(iter(_core.candidates(one.number, for_core, limits)), None) or _usual_tuning(one)
         try:
-            tilings.append(_core.shape(one.number, for_core, choice, limits).tiling)
+            tilings.append(_core.shape(one.number, for_core, tuning, limits).tiling)
         except ValueError:  # the size is no multiple of a line, for example
             return None
     operands = {
@@ -176,7 +176,7 @@ def _enqueue(
     return _Case(name, algorithm, is_exact, list(zip(*outputs, strict=True)))
 
 
-def _usual_choice(algorithm: registry.Algorithm) -> _core.TuningParameters:
+def _usual_tuning(algorithm: registry.Algorithm) -> _core.TuningParameters:
     """Build tuning parameters for a size at which the algorithm has no candidate because other algorithms are
     faster."""
     usual = {name: _USUAL.get(name, bounds.least) for name, bounds in algorithm.ranges.items()}

@@ -106,7 +106,7 @@ class SymmetricHeap:
             raise UnsupportedInputError(f"empty: shape is {quoted(size)}: no memory has that")
         return {"shape": size, "dtype": str(dtype), "dead": self._dead()}
 
-    def place_of(self, tensor: torch.Tensor) -> tuple[int, int] | None:
+    def symmetric_offset_of(self, tensor: torch.Tensor) -> tuple[int, int] | None:
         """Return (window, symmetric offset in bytes) of a tensor in the heap. Equal on all ranks for one tensor of
         ``empty``.
 
@@ -121,8 +121,8 @@ class SymmetricHeap:
         """
         if tensor.nbytes == 0:
             return None
-        place: tuple[int, int] | None = self._handle.core().find(tensor.data_ptr(), tensor.nbytes)
-        return place
+        found: tuple[int, int] | None = self._handle.core().find(tensor.data_ptr(), tensor.nbytes)
+        return found
 
     def rendezvous_for(self, call: str) -> Rendezvous:
         """Return the rendezvous of the ranks for a collective call.

@@ -31,7 +31,7 @@ def core_of(comm: Communicator) -> _core.Core:
 
 
 def place_of(comm: Communicator, tensor: torch.Tensor) -> tuple[int, int] | None:
-    return comm._heap.place_of(tensor)
+    return comm._heap.symmetric_offset_of(tensor)
 
 
 def windows_of(comm: Communicator) -> dict[int, int]:
@@ -59,16 +59,16 @@ def same_on_all(found: list[Any]) -> Any:
 def find_places() -> list[tuple[int, int] | None]:
     comm = make_communicator()
     tensor = comm.empty((4, 64), torch.float32)
-    window, offset = comm._heap.place_of(tensor) or (-1, -1)
-    assert comm._heap.place_of(tensor[1:]) == (window, offset + 256)
+    window, offset = comm._heap.symmetric_offset_of(tensor) or (-1, -1)
+    assert comm._heap.symmetric_offset_of(tensor[1:]) == (window, offset + 256)
     whole = torch.empty(0).set_(tensor.untyped_storage(), 0, (256,))
     beyond = torch.frombuffer((ctypes.c_char * 4).from_address(tensor.data_ptr() - 4), dtype=torch.float32)
-    assert comm._heap.place_of(whole) == (window, offset)
-    assert [comm._heap.place_of(t) for t in (beyond, torch.ones(4), tensor[:0])] == [None] * 3
+    assert comm._heap.symmetric_offset_of(whole) == (window, offset)
+    assert [comm._heap.symmetric_offset_of(t) for t in (beyond, torch.ones(4), tensor[:0])] == [None] * 3
     dist.barrier()
     comm.close()
     with pytest.raises(RuntimeError, match="this communicator is closed"):
-        comm._heap.place_of(tensor)
+        comm._heap.symmetric_offset_of(tensor)
     return [(window, offset)]
 
 

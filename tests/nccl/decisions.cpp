@@ -127,7 +127,7 @@ void selections() {
   Table other = table;
   other.rows.back().us.word = "3";
   EXPECT(digest_of(other) == digest_of(table));
-  other.rows.back().choice.depth += 1;
+  other.rows.back().tuning.depth += 1;
   EXPECT(digest_of(other) != digest_of(table));
   const Table general = find_table("", "a GPU of nobody", 8, 132, 90);
   EXPECT(name(Selection(general, 8, limits, false), {Operation::kBroadcast, ncclInt8, 150000}).empty());

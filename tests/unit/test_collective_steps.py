@@ -33,7 +33,7 @@ SAFE = re.compile(
     any|all|dict|enumerate|int|isinstance|len|list|max|min|next|range|set|sorted|str|tuple|zip
     |logger\.\w+|quoted|_?in_words|_?_fit|_?together|check_alike|math\.prod|contextlib\.suppress|secrets\.token_hex
     |.*\.(append|items|join|keys|values|get|pop|replace|_replace|upper|core|core_of_released|check_one_node|describe)
-    |(self\._)?layout\.\w+|cls|torch\.(empty|get_default_dtype)|_core\.bytes_of_\w+|devices\.make_limits|programs\.named_by|topology_of|_place
+    |(self\._)?layout\.\w+|cls|torch\.(empty|get_default_dtype)|_core\.bytes_of_\w+|devices\.make_limits|programs\.named_by|topology_of|_symmetric_offset
     |kind_of_transport|Config\.load|served_device|sums_in_rank_order|_dead_on_all|_shared_gpus|functools\.partial
     |(NotJoinedError|Agreed|Channels|Compared|Compiled|Connected|CoreHandle|LlmCommAllReduce|Multicast|Planner|planner_of|Rendezvous
       |Site|SymmetricHeap|ThreadPoolExecutor|Watchdog|Workspace|_Memory)

@@ -127,36 +127,36 @@ def why_not_threads(threads: int, is_gpu: bool, most: int) -> str:
     return f"threads is {threads}; a block has {_MIN_THREADS} to {most}, on a GPU a multiple of {WARP}"
 
 
-def why_not(choice: LaunchParameters, limits: Limits, groups: int, device: torch.device) -> str:
-    """Return why a program cannot be launched with ``choice``, or "".
+def why_not(parameters: LaunchParameters, limits: Limits, groups: int, device: torch.device) -> str:
+    """Return why a program cannot be launched with ``parameters``, or "".
 
     Args:
-        choice: Launch parameters.
+        parameters: Launch parameters.
         limits: Limits that the program was compiled for.
         groups: Number of groups.
         device: Device of the program.
     """
-    if choice.blocks is not None:
+    if parameters.blocks is not None:
         most = limits.instances * groups
-        if not groups <= choice.blocks <= most or choice.blocks % groups:
+        if not groups <= parameters.blocks <= most or parameters.blocks % groups:
             return (
-                f"blocks is {choice.blocks}; the program has {groups} group(s) and was compiled for {most} block(s), "
+                f"blocks is {parameters.blocks}; the program has {groups} group(s) and was compiled for {most} block(s), "
                 f"so it takes a multiple of {groups} up to {most}"
             )
-    if choice.threads is not None:
-        why = why_not_threads(choice.threads, device.type == "cuda", limits.threads)
+    if parameters.threads is not None:
+        why = why_not_threads(parameters.threads, device.type == "cuda", limits.threads)
         if why:
             return why
     return ""
 
 
-def narrowed(limits: Limits, choice: LaunchParameters, groups: int) -> Limits:
+def narrowed(limits: Limits, parameters: LaunchParameters, groups: int) -> Limits:
     """Return the limits under launch parameters that ``why_not`` accepts."""
-    if choice.blocks is not None:
-        instances = choice.blocks // groups
+    if parameters.blocks is not None:
+        instances = parameters.blocks // groups
         limits = dataclasses.replace(limits, instances=instances, few_instances=instances)
-    if choice.threads is not None:
-        limits = dataclasses.replace(limits, threads=choice.threads, few_threads=choice.threads)
+    if parameters.threads is not None:
+        limits = dataclasses.replace(limits, threads=parameters.threads, few_threads=parameters.threads)
     return limits
 
 
@@ -166,8 +166,8 @@ def candidates(limits: Limits, groups: int, lines: int) -> list[LaunchParameters
     found = {limits.of_call(lines): DEFAULT_LAUNCH}
     for instances in _halved(limits.instances, 1, 1):
         for threads in _halved(limits.threads, limits.few_threads, WARP):
-            choice = LaunchParameters(instances * groups, threads)
-            found.setdefault(narrowed(limits, choice, groups).of_call(lines), choice)
+            parameters = LaunchParameters(instances * groups, threads)
+            found.setdefault(narrowed(limits, parameters, groups).of_call(lines), parameters)
     return list(found.values())
 
 
