@@ -140,8 +140,8 @@ def why_not(parameters: LaunchParameters, limits: Limits, groups: int, device: t
         most = limits.instances * groups
         if not groups <= parameters.blocks <= most or parameters.blocks % groups:
             return (
-                f"blocks is {parameters.blocks}; the program has {groups} group(s) and was compiled for {most} block(s), "
-                f"so it takes a multiple of {groups} up to {most}"
+                f"blocks is {parameters.blocks}; the program has {groups} group(s) and was compiled for {most} "
+                f"block(s), so it takes a multiple of {groups} up to {most}"
             )
     if parameters.threads is not None:
         why = why_not_threads(parameters.threads, device.type == "cuda", limits.threads)
