@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 from bench_serving import arms
 from bench_serving.summary import Run
 
-_TOLD = 5
+_MAX_SHOWN = 5
 
 
 class _Generation(NamedTuple):
@@ -53,10 +53,10 @@ def _compare(arm: str, generations: Sequence[_Generation], failures: list[str]) 
         if each.tokens != reference.tokens:
             differing.append(_told(each, reference))
     if differing:
-        rest = "" if len(differing) <= _TOLD else "; ..."
+        rest = "" if len(differing) <= _MAX_SHOWN else "; ..."
         failures.append(
             f"{arm}: {len(differing)} of {len(generations)} generations differ from the first of their prompt: "
-            f"{'; '.join(differing[:_TOLD])}{rest}"
+            f"{'; '.join(differing[:_MAX_SHOWN])}{rest}"
         )
     return {
         "starts": len({each.repeat for each in generations}),

@@ -6,8 +6,8 @@
 #   kernels_<descriptor>_<type>_<half>.cu   kernels for GPUs, of one data type and half of the worlds: they take nvcc long
 #   kernels_<descriptor>.cu                 all of an algorithm, in place of those (LLM_COMM_SPLIT_KERNELS=OFF)
 #   kernels_<descriptor>.cpp                the same for the emulator
-#   linear_<factors>_<type>_<parts>.cu, .cpp   kernels of linear layers, of one type of factors and of results, and number of parts of the weight
-#   linear_<factors>_<type>_<parts>_blocks.cu, .cpp   the same with scales of blocks
+#   linear_<operands>_<type>_<parts>.cu, .cpp   kernels of linear layers, of one type of operands and of results, and number of parts of the weight
+#   linear_<operands>_<type>_<parts>_blocks.cu, .cpp   the same with scales of blocks
 #
 # llm_comm_algorithm_sources(<list variable> cu|cpp) and llm_comm_linear_sources name the sources to compile; include directories are csrc,
 # csrc/include and <build>/generated. The files that a list names are relative to its own directory, or to csrc.
@@ -158,7 +158,7 @@ function(llm_comm_linear_sources variable extension)
   set(sources "")
   foreach(types IN LISTS LLM_COMM_LINEAR_TYPES)
     string(REPLACE "/" ";" types "${types}")
-    list(GET types 0 factors)
+    list(GET types 0 operands)
     list(GET types 1 type)
     list(GET types 2 block_scales)
     set(suffix "")
@@ -166,14 +166,14 @@ function(llm_comm_linear_sources variable extension)
       set(suffix "_blocks")
     endif()
     foreach(parts IN LISTS LLM_COMM_LINEAR_WEIGHT_PARTS)
-      set(source "${LLM_COMM_GENERATED}/algorithms/linear_${factors}_${type}_${parts}${suffix}.${extension}")
+      set(source "${LLM_COMM_GENERATED}/algorithms/linear_${operands}_${type}_${parts}${suffix}.${extension}")
       llm_comm_write("${source}"
 "// Written by cmake/algorithms.cmake.
 #include \"algorithms/linear/kernel.cuh\"
 
 namespace llm_comm::inline LLM_COMM_TARGET {
 
-template struct LinearKernels<FactorType::${factors}, DataType::${type}, ${parts}, ${block_scales}>;
+template struct LinearKernels<OperandType::${operands}, DataType::${type}, ${parts}, ${block_scales}>;
 
 }  // namespace llm_comm::inline LLM_COMM_TARGET
 ")

@@ -27,7 +27,7 @@ CALLS = 20
 @dsl.program("all_gather")
 def gather(p: dsl.Builder) -> None:
     x, y = p.input.chunks(1), p.output.chunks(p.world)
-    received = p.scratch(p.world, like=x, turns=4)
+    received = p.scratch(p.world, like=x, stages=4)
     with p.loop():
         p.copy(x[0], y[p.rank])
         for peer in p.peers:

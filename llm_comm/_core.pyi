@@ -7,21 +7,21 @@ version: str
 cuda_archs: str
 cuda_ptx_archs: str
 nvcc_version: str
-#: False in a build that measures what the bound of waits costs.
+#: False in a build that measures the cost of bounded waits.
 bounded_waits: bool
 max_world_size: int
 #: Variables that can forbid NVLink multicast, each with the value that usually does.
 multicast_switches: dict[str, str]
-#: Of a symmetric heap.
-max_segments: int
-#: Of linear layers: rows of x, if they are few, and of ``linear_of_any_batch``; what inputs and outputs are multiples
-#: of, those of FP8 inputs, and at most.
+#: Maximum registered windows of a symmetric heap.
+max_windows: int
+#: Limits of linear layers: maximum rows of x, maximum rows of ``batch_invariant_linear``, the multiple that inputs and
+#: outputs must have, the multiple that FP8 inputs must have, and the maximum of inputs and of outputs.
 linear_max_tokens: int
 linear_max_many_tokens: int
 linear_multiple: int
 linear_fp8_multiple: int
 linear_max_features: int
-#: Whose each scale of FP8 elements is.
+#: Granularities of the scales of FP8 elements.
 SCALE_OF_TENSOR: int
 SCALE_OF_ROW: int
 SCALE_OF_BLOCK: int
@@ -40,7 +40,7 @@ class CoreOptions:
         multicast: bool = False,
     ) -> None: ...
 
-# ---- The registry (csrc/algorithms/algorithm.h says what the fields mean) ----
+# ---- Registry (fields: csrc/algorithms/algorithm.h) ----
 
 class _Algorithm:
     number: int
@@ -50,11 +50,11 @@ class _Algorithm:
     title: str
     data_types: list[str]
     tunables: list[str]
-    # By tunable: the least, the most, whether it is a power of two.
+    # Minimum, maximum and whether only powers of two are allowed, by tunable.
     ranges: dict[str, tuple[int, int, bool]]
-    # Bit i: buffer i has to lie in symmetric memory.
+    # Bit i is set if buffer i must be in symmetric memory.
     symmetric: int
-    by_switch: bool
+    uses_multimem: bool
     sums_in_switch: bool
     ranks_may_differ: bool
     needs_row: bool
@@ -69,11 +69,11 @@ class _Operation:
     row_multiple: int
     max_row: int
 
-# By number.
+# Algorithms, ordered by number.
 def algorithms() -> list[_Algorithm]: ...
 def operations() -> list[_Operation]: ...
 
-# Bytes of an element by name, in the order of DataType.
+# Bytes of an element, by name of the data type, in the order of DataType.
 def data_types() -> dict[str, int]: ...
 
 # ---- Shapes of launches (csrc/algorithms/launch_shape.h) ----
@@ -83,7 +83,7 @@ class Problem:
         self, *, count: int, row: int, data_type: int, world_size: int, parameters: Sequence[float]
     ) -> None: ...
 
-class Choice:
+class TuningParameters:
     def __init__(
         self,
         *,
@@ -109,7 +109,8 @@ class Choice:
 
 Epilogue: TypeAlias = Literal["none", "silu_and_mul", "gelu_tanh_and_mul"]
 
-# A linear layer. ``scales``, of FP8: ``SCALE_OF_TENSOR`` and the like of x and of the weight.
+# Shape and type of a linear layer. ``scales``: granularities of the scales of x and of the weight for FP8, such as
+# ``SCALE_OF_TENSOR``.
 class _LinearProblem(TypedDict):
     tokens: int
     inputs: int
@@ -177,48 +178,49 @@ class Shape:
     @property
     def last(self) -> Grid: ...
 
-# Raises ValueError for what the algorithm, the workspace or the device does not take.
-def shape(algorithm: int, problem: Problem, choice: Choice, limits: Limits, /) -> Shape: ...
+# Compute all launches of a call. Raises ValueError if algorithm, workspace or device do not support it.
+def shape(algorithm: int, problem: Problem, tuning: TuningParameters, limits: Limits, /) -> Shape: ...
 
-# Simplest first.
-def candidates(algorithm: int, problem: Problem, limits: Limits, /) -> list[Choice]: ...
+# Tuning parameters worth measuring, simplest first.
+def candidates(algorithm: int, problem: Problem, limits: Limits, /) -> list[TuningParameters]: ...
 
-# Fields of a planning.tables.Row, and what a tuning table says (csrc/host/tables.h): the parameters of
+# Fields of a planning.tables.Row, and of a tuning table (csrc/host/tables.h) as parameters of
 # planning.catalogue._table_of.
 RowFields: TypeAlias = tuple[int, str, str, str, int, int, int, int, int, float | None, dict[str, Any] | None]
 TableFields: TypeAlias = tuple[str, str, int, int, list[RowFields], dict[str, Any]]
 
-# The table of a file, by the bytes of its name. Raises ValueError for one that cannot be used, without the name.
+# Read the tuning table of a file; ``path``: bytes of its name. Raises ValueError, without the name, if the table cannot
+# be used.
 def read_table(path: bytes, /) -> TableFields: ...
 def shipped_tables() -> list[TableFields]: ...
 
-# The table for a device (csrc/host/table_choice.h), the fields of its planning.tables.Origin, and warnings. ``named``:
-# the file of option ``table``, or nothing. Raises ValueError where that cannot be used.
+# Return the tuning table for a device (csrc/host/table_choice.h), the fields of its planning.tables.Origin, and
+# warnings. ``named``: file of option ``table``, or empty. Raises ValueError if that file cannot be used.
 def find_table(
     named: bytes, device: str, world: int, sm_count: int, compute_capability: int, /
 ) -> tuple[TableFields, tuple[str, str, bool, str], list[str]]: ...
 
-#: End of the names of installed tables.
+#: Suffix of the file names of installed tables.
 table_suffix: str
 
 def table_directory() -> str | None: ...
 def table_file_name(device: str, world: int, /) -> str: ...
-def rows_of_parts(operation: str, sm_count: int, /) -> list[RowFields]: ...
+def rows_of_shards(operation: str, sm_count: int, /) -> list[RowFields]: ...
 
-# The tunables of a linear layer with what is 0 filled in, for a device of so many multiprocessors and so much shared
-# memory for a block. Raises ValueError for what the kernel or the device does not take.
+# Fill in the tunables of a linear layer that are 0, for a device with ``sm_count`` SMs and ``max_shared_bytes`` of
+# shared memory per block. Raises ValueError if kernel or device do not support the layer.
 def linear_choice(
     *, choice: LinearChoice, sm_count: int, max_shared_bytes: int, **problem: Unpack[_LinearProblem]
 ) -> LinearChoice: ...
 
-# How a workspace of so many bytes is divided: each of its two slots, and the staging memory.
+# Bytes of each of the two slots, and of the staging memory, in a workspace of ``workspace_bytes``.
 def slot_bytes(workspace_bytes: int, /) -> int: ...
 def staging_bytes(workspace_bytes: int, /) -> int: ...
 
-# ---- The core of a rank ----
+# ---- Core of a rank ----
 
-# Places are (segment, offset) of the symmetric heap; ``data_type`` is by number; bits of ``symmetric``: 1, peers use
-# the input; 2, the output.
+# Parameters of a launch of a DSL kernel. ``memory``, ``semaphore_words``: symmetric offsets, (window, offset).
+# ``data_type``: number. ``symmetric``: bit 0 is set if peers access the input, bit 1 if they access the output.
 class ProgramLaunch:
     def __init__(
         self,
@@ -274,42 +276,43 @@ class OperationError:
     def text(self) -> str: ...
 
 class Loan:
-    # Whether the tensor of a capsule, with all its views, is gone.
+    # Return whether the tensor of the capsule and all its views are gone.
     def has_ended(self) -> bool: ...
 
-# How many calls of one kind there were. Any thread may add and read.
-class Tally:
+# Number of calls of one kind, and bytes of their messages. Thread-safe.
+class CallStatistics:
     def __init__(self) -> None: ...
     @property
     def calls(self) -> int: ...
-    # Of their messages.
     @property
     def bytes(self) -> int: ...
-    # The same of calls that graphs have captured, however often they are launched.
+    # Calls that graphs have captured, counted once each, however often the graph is launched.
     @property
     def captured_calls(self) -> int: ...
     @property
     def captured_bytes(self) -> int: ...
 
-# Counts calls of messages of so many bytes.
+# Counter of calls with messages of ``bytes`` bytes.
 class Counter:
-    def __init__(self, tally: Tally, bytes: int) -> None: ...
-    # A call that launches nothing. All others the core counts, unless they fail.
+    def __init__(self, statistics: CallStatistics, bytes: int) -> None: ...
+    # Count a call that launches nothing. The core counts all other calls that do not fail.
     def add(self) -> None: ...
 
 class Core:
     def create_workspace(self, use_ipc: bool) -> tuple[int, bytes]: ...
     def map_peer(self, peer: int, fd: int, bytes: bytes) -> None: ...
     def workspace_bytes(self) -> int: ...
-    # The workspaces' memory, given back and taken again, step by step: each after all ranks have done the one before.
-    # RuntimeError where a step cannot be done. ``restore_workspace``: a descriptor that the caller now owns.
+    # Steps that release the memory of the workspaces and take it again. Each rank calls a step after all ranks have
+    # finished the previous one. A step raises RuntimeError if it fails. ``restore_workspace`` returns a descriptor that
+    # the caller owns.
     def begin_release(self) -> None: ...
     def release_workspaces(self) -> None: ...
     def restore_workspace(self) -> int: ...
     def restore_peer(self, peer: int, fd: int) -> None: ...
     def end_release(self) -> None: ...
-    # NVLink multicast over the workspaces of all ranks, step by step: the descriptor of the object, for the caller to
-    # close; that of rank 0; ... RuntimeError where the environment forbids it, before anything is looked up.
+    # Steps that set up NVLink multicast over the workspaces of all ranks. ``create_multicast`` returns the descriptor
+    # of the multicast object, which the caller closes; ``join_multicast`` takes the descriptor of rank 0. A step raises
+    # RuntimeError, before any look-up in the driver, if the environment forbids multicast.
     def create_multicast(self) -> int: ...
     def join_multicast(self, fd: int, /) -> None: ...
     def add_multicast_device(self) -> None: ...
@@ -318,12 +321,12 @@ class Core:
     def max_cluster_blocks(self) -> int: ...
     def send_marks(self) -> None: ...
     def peers_unseen(self) -> list[int]: ...
-    # Loads the kernels of algorithms. ``prepare`` loads others, and waits for the device then.
+    # Load the kernels of algorithms. ``prepare`` loads kernels that are missing, and then waits for the device.
     def load(self, algorithms: Sequence[int]) -> None: ...
-    # The function takes the addresses of the operation's buffers, in order, 0 for an optional one that is not there,
-    # and the handle of a stream. It returns False once the communicator has failed.
-    # ``direct``: what prepare takes, to run in place of it where the tensors that peers access are in symmetric memory.
-    # The counters are of calls of the one and of the other.
+    # Return a function that runs the call. It takes the addresses of the operation's buffers in order, 0 for an absent
+    # optional buffer, and the handle of a stream. It returns False once the communicator has failed.
+    # ``direct``: algorithm, problem and tiling to run instead if the tensors that peers access are in symmetric memory.
+    # ``counter``, ``direct_counter``: counters of the calls of each alternative.
     def prepare(
         self,
         algorithm: int,
@@ -333,12 +336,13 @@ class Core:
         counter: Counter | None = None,
         direct_counter: Counter | None = None,
     ) -> Callable[..., bool]: ...
-    # Whether linear layers of FP8 have kernels for the device.
+    # Return whether FP8 linear layers have kernels for the device.
     def multiplies_fp8(self) -> bool: ...
-    # Tilings of a layer that are worth a try, the fastest first as the kernel expects it.
+    # Return tilings of a layer that are worth measuring, ordered by the time that the kernel's model expects.
     def linear_choices(self, **problem: Unpack[_LinearProblem]) -> list[LinearChoice]: ...
-    # The function takes x, weight, out and the bias (0: none), of FP8 then the scales of x and of the weight, and a
-    # stream. ``x_scale_strides``, of scales of blocks: of tokens and of blocks; None: rows of blocks, contiguous.
+    # Return a function that runs the layer. It takes x, weight, out and bias (0: none), for FP8 also the scales of x
+    # and of the weight, and a stream. ``x_scale_strides``: strides of block scales over tokens and over blocks; None:
+    # rows of blocks, contiguous.
     def prepare_linear(
         self,
         *,
@@ -347,20 +351,20 @@ class Core:
         counter: Counter | None = None,
         **problem: Unpack[_LinearProblem],
     ) -> Callable[..., bool]: ...
-    # A kernel of llm_comm.dsl. ``image``: a cubin; for emulated GPUs the path of a shared library. Returns its number.
+    # Load a DSL kernel and return its number. ``image``: a cubin, or for emulated GPUs the path of a shared library.
     def load_program(self, image: bytes, kernel: str, title: str) -> int: ...
-    # The function takes input, output and a stream.
+    # Return a function that takes input, output and a stream.
     def prepare_program(self, launch: ProgramLaunch, counter: Counter | None = None) -> Callable[..., bool]: ...
-    # Segments of the symmetric heap. Handles are as those of workspaces.
-    def create_segment(self, segment: int, bytes: int, use_ipc: bool) -> tuple[int, bytes]: ...
-    def map_segment(self, segment: int, peer: int, fd: int, bytes: bytes) -> None: ...
-    def unmap_segment(self, segment: int, /) -> None: ...
-    def close_segment(self, segment: int, /) -> None: ...
-    # The segment that holds so many bytes of this rank's memory, and where they begin in it.
+    # Registered windows of the symmetric heap. Handles have the form of workspace handles.
+    def create_window(self, window: int, bytes: int, use_ipc: bool) -> tuple[int, bytes]: ...
+    def map_window(self, window: int, peer: int, fd: int, bytes: bytes) -> None: ...
+    def unmap_window(self, window: int, /) -> None: ...
+    def close_window(self, window: int, /) -> None: ...
+    # Return window and offset of ``bytes`` bytes at ``address``; None if no window of this rank contains them.
     def find(self, address: int, bytes: int, /) -> tuple[int, int] | None: ...
-    # A DLPack capsule of so many bytes of this rank's own memory, which its tensor keeps; ``device``: that of CUDA, or
-    # -1.
-    def lend(self, segment: int, offset: int, bytes: int, device: int) -> tuple[object, Loan]: ...
+    # Return a DLPack capsule of ``bytes`` bytes of this rank's own memory. Its tensor keeps the memory alive.
+    # ``device``: CUDA device, or -1 for emulated GPUs.
+    def lend(self, window: int, offset: int, bytes: int, device: int) -> tuple[object, Loan]: ...
     def channels(
         self, memory: tuple[int, int], bytes: int, semaphore_words: tuple[int, int], semaphores: int
     ) -> bytes: ...
@@ -373,12 +377,12 @@ class Core:
     def last_call(self) -> Call: ...
     def operations_ended(self) -> int | None: ...
 
-# "NAME=value" of the first variable of an environment that forbids NVLink multicast, or "".
+# Return "NAME=value" of the first environment variable that forbids NVLink multicast, or "".
 def multicast_switched_off(environment: dict[str, str], /) -> str: ...
 def bytes_of_semaphores(world_size: int, semaphores: int) -> int: ...
 def bytes_of_channels() -> int: ...
 
-# False where a store to the first or the last of these bytes would end the process.
+# Return False if a store to the first or the last of these bytes would end the process.
 def is_writable(address: int, bytes: int) -> bool: ...
 
 class NodeExchange:

@@ -21,13 +21,13 @@ from llm_comm.nodes.topology import find_topology
 from llm_comm.operations import torch_operators
 from llm_comm.operations.all_reduce import AllReduce
 from llm_comm.operations.all_reduce_add_rms_norm import AllReduceAddRmsNorm
+from llm_comm.operations.all_reduce_ops import AllReduceOps
 from llm_comm.operations.gather_scatter import GatherScatter
 from llm_comm.operations.generic import GenericOperations
 from llm_comm.operations.linear import Linear
 from llm_comm.operations.linear_all_reduce import LinearAllReduce, LinearAllReduceAddRmsNorm
 from llm_comm.operations.linear_layers import LinearLayers
-from llm_comm.operations.parts import AllGather, ReduceScatter
-from llm_comm.operations.sums import Sums
+from llm_comm.operations.shards import AllGather, ReduceScatter
 from llm_comm.planning import programs
 from llm_comm.planning.multicast import Multicast
 from llm_comm.planning.programs import Kernels
@@ -42,7 +42,7 @@ from llm_comm.runtime.symmetric_heap import SymmetricHeap
 logger = logging.getLogger("llm_comm")
 
 
-class Communicator(Sums, GatherScatter, LinearLayers):
+class Communicator(AllReduceOps, GatherScatter, LinearLayers):
     """Collectives of the ranks of one process group: all-reduce, all-gather, reduce-scatter, and fused forms of them.
 
     The ranks are on one machine, or on several with equally many ranks each. Construction is collective: all ranks get
@@ -121,7 +121,7 @@ class Communicator(Sums, GatherScatter, LinearLayers):
         self._all_gather = self._operations.all_gather.run
         self._reduce_scatter = self._operations.reduce_scatter.run
         self._linear = self._operations.linear.run
-        self._linear_of_any_batch = self._operations.linear_of_any_batch.run
+        self._batch_invariant_linear = self._operations.batch_invariant_linear.run
         self._linear_silu_and_mul = self._operations.linear_silu_and_mul.run
         self._linear_gelu_tanh_and_mul = self._operations.linear_gelu_tanh_and_mul.run
         self._linear_all_reduce = self._operations.linear_all_reduce.run
@@ -157,8 +157,8 @@ class Communicator(Sums, GatherScatter, LinearLayers):
         if self._multi_node is not None:
             return self._multi_node.operations()
         common = (self._handle, self._planner)
-        of_parts = (*common, self.rank)
-        return AllReduce(*common), AllReduceAddRmsNorm(*common), AllGather(*of_parts), ReduceScatter(*of_parts)
+        of_shards = (*common, self.rank)
+        return AllReduce(*common), AllReduceAddRmsNorm(*common), AllGather(*of_shards), ReduceScatter(*of_shards)
 
     def _load_programs(self, rendezvous: Rendezvous) -> None:
         """Compile the DSL programs that options or the tuning table name. Collective."""
@@ -337,7 +337,7 @@ class Communicator(Sums, GatherScatter, LinearLayers):
         self._operations.linear.forget()
         self._operations.linear_silu_and_mul.forget()
         self._operations.linear_gelu_tanh_and_mul.forget()
-        self._operations.linear_of_any_batch.forget()
+        self._operations.batch_invariant_linear.forget()
         self._other_operations.forget()
 
     def check(self) -> None:
@@ -406,7 +406,7 @@ class Communicator(Sums, GatherScatter, LinearLayers):
     @property
     def rank_in_node(self) -> int:
         """Rank of this process among the ranks of its node, from 0."""
-        return self.rank if self._multi_node is None else self._multi_node.place
+        return self.rank if self._multi_node is None else self._multi_node.local_rank
 
     @property
     def workspace_bytes(self) -> int:

@@ -296,7 +296,7 @@ OPTIONS: dict[str, Option] = {
         _BOOLEAN,
         Alike.YES,
         "with ``sum`` any, some ranks alone would use the NVLink switch",
-        "Whether llm_comm also sums in SGLang's deterministic mode, in place of NCCL "
+        "Use llm_comm instead of NCCL in SGLang's deterministic mode "
         "(docs/engines/sglang.md#deterministic-inference). Sums are accumulated in rank order with it and without it, "
         "unless ``sum`` is ``any``.",
     ),

@@ -39,7 +39,7 @@ class Algorithm(NamedTuple):
         data_types: Names of the data types with kernels.
         ranges: Tunables with their allowed values.
         is_symmetric: Peers access the tensors of a call directly, so these must be in symmetric memory.
-        by_switch: Kernels use NVLink multicast (SwitchChannel), which the ranks must have set up.
+        uses_multimem: Kernels use NVLink multicast (SwitchChannel), which the ranks must have set up.
         sums_in_switch: The switch computes sums, in no defined order. Requires the option ``sum: any``.
         ranks_may_differ: Each rank asks the switch for its own sum, so results may differ bitwise between ranks.
         needs_row: Selected only by an option or a row of a table (AlgorithmInfo in csrc/algorithms/algorithm.h).
@@ -53,7 +53,7 @@ class Algorithm(NamedTuple):
     data_types: tuple[str, ...]
     ranges: dict[str, Range]
     is_symmetric: bool = False
-    by_switch: bool = False
+    uses_multimem: bool = False
     sums_in_switch: bool = False
     ranks_may_differ: bool = False
     needs_row: bool = False
@@ -73,7 +73,7 @@ class Algorithm(NamedTuple):
         """Requirements of the algorithm, in words; empty for most."""
         found = {
             "symmetric tensors": self.is_symmetric,
-            "NVLink multicast": self.by_switch,
+            "NVLink multicast": self.uses_multimem,
             "sum=any": self.sums_in_switch,
             "a row or option": self.needs_row,
         }
@@ -105,8 +105,8 @@ class Operation(NamedTuple):
     algorithms: tuple[Algorithm, ...]
 
     @property
-    def has_parts(self) -> bool:
-        """True if each rank has a shard of a tensor, with sizes given by the parameters (csrc/algorithms/parts.h)."""
+    def has_shards(self) -> bool:
+        """True if each rank has a shard of a tensor, with sizes given by the parameters (csrc/algorithms/shards.h)."""
         return self.parameters[:2] == ("rows", "size_0")
 
     def takes_rows_of(self, elements: int) -> bool:
@@ -147,7 +147,7 @@ def operations() -> dict[str, Operation]:
             data_types=tuple(found.data_types),
             ranges={name: Range(*found.ranges[name]) for name in found.tunables},
             is_symmetric=found.symmetric != 0,
-            by_switch=found.by_switch,
+            uses_multimem=found.uses_multimem,
             sums_in_switch=found.sums_in_switch,
             ranks_may_differ=found.ranks_may_differ,
             needs_row=found.needs_row,

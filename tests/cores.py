@@ -52,20 +52,20 @@ def connected(
     return cores
 
 
-def with_segment(cores: Sequence[_core.Core], nbytes: int = 1 << 21) -> Sequence[_core.Core]:
-    """The same, with segment 0 of a symmetric heap."""
-    handles = [core.create_segment(0, nbytes, False) for core in cores]
+def with_window(cores: Sequence[_core.Core], nbytes: int = 1 << 21) -> Sequence[_core.Core]:
+    """The same, with window 0 of a symmetric heap."""
+    handles = [core.create_window(0, nbytes, False) for core in cores]
     for rank, core in enumerate(cores):
         for peer, handle in enumerate(handles):
             if peer != rank:
-                core.map_segment(0, peer, *handle)
+                core.map_window(0, peer, *handle)
     for descriptor, _ in handles:
         os.close(descriptor)
     return cores
 
 
 def symmetric(core: _core.Core, offset: int, like: torch.Tensor) -> torch.Tensor:
-    """A copy of a tensor, so many bytes behind the begin of segment 0."""
+    """A copy of a tensor, so many bytes behind the begin of window 0."""
     capsule, _ = core.lend(0, offset, like.nbytes, -1)
     return torch.utils.dlpack.from_dlpack(capsule).view(like.dtype).view(like.shape).copy_(like)
 

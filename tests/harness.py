@@ -99,7 +99,7 @@ def pidfds(exist: bool) -> Iterator[None]:
 
 @contextmanager
 def nothing_leaked() -> Iterator[None]:
-    """Fails if this process ends the block with more descriptors, or mapped workspaces or segments of a heap, than it
+    """Fails if this process ends the block with more descriptors, or mapped workspaces or windows of a heap, than it
     entered with."""
     before = _resources()
     yield

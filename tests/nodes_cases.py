@@ -21,9 +21,9 @@ from fused_reference import (
     scales_of,
 )
 from harness import make_communicator
-from parts_reference import ANY_DTYPES, Division, assert_same_bits, assert_untouched_outside, drawn_bits, placed
-from parts_reference import drawn_division as drawn_parts
 from reference import DTYPES, assert_bitwise_equal, contributions, from_bits, rank_order_sum, special_patterns
+from shards_reference import ANY_DTYPES, Division, assert_same_bits, assert_untouched_outside, drawn_bits, placed
+from shards_reference import drawn_division as drawn_parts
 
 import llm_comm
 from llm_comm.nodes import ucx
@@ -165,7 +165,7 @@ def _all_gather(comm: llm_comm.Communicator, layout: Layout, draw: random.Random
     whole = drawn_bits(division.shape, dtype, draw.randrange(1000))
     x, around = placed(division.part_of(whole, comm.rank).contiguous().flatten(), draw.randrange(9))
     what = f"all-gather {what}: {dtype} {division}"
-    part = x.view(division.part_shape(comm.rank))
+    part = x.view(division.shard_shape(comm.rank))
     found = comm.all_gather(part, division.dim, _sizes(draw, division))
     assert_same_bits(found, whole, what)
     assert_untouched_outside(around, x, what)

@@ -14,11 +14,10 @@
 // An algorithm defines how. Its descriptor is at the end of its file and has
 //
 //   Operation, kInfo                            AlgorithmInfo
-//   kTunables                                   Tunables: the fields of Choice that it reads, with their bounds. The
-//                                               only place for these bounds: tables, tilings and candidates are checked
-//                                               by them
+//   kTunables                                   Tunables: the fields of TuningParameters that it reads, with their
+//                                               bounds. Tables, tilings and candidates are checked by these bounds
 //   kVariants, kernel<type, World, Variant>()   its kernels, all with the signature void(Operation::Args)
-//   tile(problem, choice, limits) -> Tiling     may throw std::invalid_argument
+//   tile(problem, tuning, limits) -> Tiling     may throw std::invalid_argument
 //   grid(problem, tiling, units, limits) -> Grid   of a launch of `units` units, for a tiling within kTunables. Throws
 //                                               std::invalid_argument if workspace, device or kernels do not support it
 //   candidates(problem, limits)                 tuning parameters worth measuring, simplest first. The first is used
@@ -80,7 +79,7 @@ struct OperationInfo {
   uint32_t max_row = 0;
 };
 
-// A field of Choice that an algorithm reads, with the values that a table may give it.
+// A field of TuningParameters that an algorithm reads, with the values that a table may give it.
 struct Tunable {
   const char* name = nullptr;
   uint32_t min = 0;
@@ -101,13 +100,13 @@ struct Tunables {
 };
 
 // Field with the name of a tunable; nullptr if there is none.
-inline const uint32_t* tunable_of(const Choice& choice, std::string_view name) {
-  if (name == "blocks") return &choice.blocks;
-  if (name == "threads") return &choice.threads;
-  if (name == "tile_lines") return &choice.tile_lines;
-  if (name == "cluster") return &choice.cluster;
+inline const uint32_t* tunable_of(const TuningParameters& tuning, std::string_view name) {
+  if (name == "blocks") return &tuning.blocks;
+  if (name == "threads") return &tuning.threads;
+  if (name == "tile_lines") return &tuning.tile_lines;
+  if (name == "cluster") return &tuning.cluster;
   // Depth 0 means that the algorithm uses its minimum, so it is not checked.
-  return name == "depth" && choice.depth != 0 ? &choice.depth : nullptr;
+  return name == "depth" && tuning.depth != 0 ? &tuning.depth : nullptr;
 }
 // The cluster size is left out: its bound depends on the device, and grid() checks it.
 inline const uint32_t* tunable_of(const Tiling& tiling, std::string_view name) {
@@ -116,7 +115,7 @@ inline const uint32_t* tunable_of(const Tiling& tiling, std::string_view name) {
   return name == "depth" ? &tiling.depth : nullptr;
 }
 
-// Throws std::invalid_argument if a Choice or a Tiling is outside the bounds of the tunables.
+// Throws std::invalid_argument if TuningParameters or a Tiling are outside the bounds of the tunables.
 template <class Values>
 void check_bounds(const Tunables& tunables, const Values& values) {
   for (const Tunable& bound : tunables.tunable) {
@@ -136,7 +135,7 @@ struct AlgorithmInfo {
   const char* title;       // "one-shot all-reduce", in errors
   uint32_t symmetric = 0;  // bit i: peers access buffer i, which must be in symmetric memory (direct.cuh)
   // Uses SwitchChannel. The kernels execute multimem instructions, so DeviceComm::multicast must be set.
-  bool by_switch = false;
+  bool uses_multimem = false;
   bool sums_in_switch = false;    // the switch adds, in any order: only with `sum: any`
   bool ranks_may_differ = false;  // every rank reduces in the switch by itself: ranks may get different bits
 
@@ -144,7 +143,7 @@ struct AlgorithmInfo {
   // off for large messages only; NVLink multicast needs a set-up.
   bool needs_row() const {
     const std::string_view by = protocol;
-    return by == "Port" || by == "CE" || by_switch;
+    return by == "Port" || by == "CE" || uses_multimem;
   }
 };
 

@@ -26,7 +26,7 @@ struct CheckCallArgs {
 inline constexpr uint32_t kLinesPerCall = sizeof(CallSignature) / sizeof(FlagLine);
 static_assert(sizeof(CallSignature) == 4 * sizeof(uint32_t) + (1 + kMaxParameters) * sizeof(uint64_t), "it has gaps");
 static_assert(kLinesPerCall * sizeof(FlagLine) == sizeof(CallSignature), "it is sent in whole lines");
-static_assert(kCallsOffset + kMaxWorldSize * kLinesPerCall * sizeof(Line) <= kPlacesOffset,
+static_assert(kCallsOffset + kMaxWorldSize * kLinesPerCall * sizeof(Line) <= kOutputOffsetsOffset,
               "the region holds all calls");
 
 LLM_COMM_DEVICE bool is_same_call(const CallSignature& a, const CallSignature& b) {
@@ -63,7 +63,7 @@ LLM_COMM_KERNEL(kMaxWorldSize) check_call(LLM_COMM_KERNEL_PARAM CheckCallArgs ar
   if (peer == comm.rank) {
     if (!op.claim(args.call.number)) {
       op.fail(ErrorCause::kConcurrentUse, comm.rank, kCheckPhase, [] {});
-      op.tell_of_failure();
+      op.report_failure();
     }
     mine = {args.call, 1};
   } else {

@@ -33,23 +33,23 @@ struct Team {
   static LLM_COMM_DEVICE Team whole_block() { return {0, block_threads(), thread_index()}; }
 };
 
-// Chunks of a block: chunk t of each shard. Shards have up to `part_lines` lines.
+// Chunks of a block: chunk t of each shard. Shards have up to `shard_lines` lines.
 class Chunks {
  public:
-  LLM_COMM_DEVICE Chunks(uint32_t block, uint32_t chunk_lines, uint32_t part_lines)
+  LLM_COMM_DEVICE Chunks(uint32_t block, uint32_t chunk_lines, uint32_t shard_lines)
       : chunk_lines_(chunk_lines),
         first_(block * chunk_lines),
         stride_(block_count() * chunk_lines),
-        count_((part_lines + stride_ - 1) / stride_) {}
+        count_((shard_lines + stride_ - 1) / stride_) {}
 
   // Number of chunks, the same for all blocks of a grid. The last chunk of some blocks may be empty.
   LLM_COMM_DEVICE uint32_t count() const { return count_; }
   // First line of chunk t in a shard.
   LLM_COMM_DEVICE uint32_t first(uint32_t t) const { return first_ + t * stride_; }
-  // Lines of chunk t of a shard with `part_lines` lines.
-  LLM_COMM_DEVICE uint32_t lines(uint32_t t, uint32_t part_lines) const {
-    if (first(t) >= part_lines) return 0;
-    return part_lines - first(t) < chunk_lines_ ? part_lines - first(t) : chunk_lines_;
+  // Lines of chunk t of a shard with `shard_lines` lines.
+  LLM_COMM_DEVICE uint32_t lines(uint32_t t, uint32_t shard_lines) const {
+    if (first(t) >= shard_lines) return 0;
+    return shard_lines - first(t) < chunk_lines_ ? shard_lines - first(t) : chunk_lines_;
   }
 
  private:
@@ -110,8 +110,8 @@ inline std::vector<uint32_t> up_to(uint32_t most, std::initializer_list<uint32_t
   return found;
 }
 
-// Launch shape of chunked algorithms. Algorithm defines kTeams and part_lines(problem, units), the lines of the largest
-// shard of a launch of `units` units.
+// Launch shape of chunked algorithms. Algorithm defines kTeams and shard_lines(problem, units), the lines of the
+// largest shard of a launch of `units` units.
 template <class Algorithm>
 struct Chunked {
   static constexpr uint32_t kMaxDepth = 8;
@@ -128,8 +128,8 @@ struct Chunked {
   }
 
   // If the staging memory is too small, chunks shrink and the number of blocks stays.
-  static Tiling tile(const Problem& problem, const Choice& choice, const Limits& limits) {
-    Tiling tiling{choice.blocks, choice.tile_lines, 1, choice.depth < kMinHBDepth ? kMinHBDepth : choice.depth,
+  static Tiling tile(const Problem& problem, const TuningParameters& tuning, const Limits& limits) {
+    Tiling tiling{tuning.blocks, tuning.tile_lines, 1, tuning.depth < kMinHBDepth ? kMinHBDepth : tuning.depth,
                   problem.count};
     const uint64_t of_a_line = staging_bytes({tiling.blocks, 1, 1, tiling.depth, 0}, problem.world);
     const uint64_t most = of_a_line == 0 ? 0 : limits.staging_bytes / of_a_line;
@@ -149,7 +149,7 @@ struct Chunked {
                                   std::to_string(limits.staging_bytes) +
                                   " bytes of staging memory: lower blocks or depth, or raise workspace_bytes");
     }
-    const uint64_t tiles = divide_up(Algorithm::part_lines(problem, units), uint64_t{tiling.tile_lines});
+    const uint64_t tiles = divide_up(Algorithm::shard_lines(problem, units), uint64_t{tiling.tile_lines});
     const uint64_t blocks = tiling.blocks < tiles ? tiling.blocks : tiles;
     if ((divide_up(tiles, blocks) + 2 * tiling.depth) >> kMaxStepsLog2 != 0) {
       throw std::invalid_argument("a message of " + std::to_string(bytes) +
@@ -167,8 +167,8 @@ struct Chunked {
     return threads < kWarpThreads ? kWarpThreads : threads < kMaxTeamThreads ? threads : kMaxTeamThreads;
   }
 
-  static std::vector<Choice> candidates(const Problem& problem, const Limits& limits) {
-    std::vector<Choice> found;
+  static std::vector<TuningParameters> candidates(const Problem& problem, const Limits& limits) {
+    std::vector<TuningParameters> found;
     if (problem.bytes() < 1 << 20) return found;
     const uint32_t sms = limits.multiprocessors();
     for (uint32_t blocks : up_to(Algorithm::kTunables.max("blocks"), {sms / 2, sms, 2 * sms})) {

@@ -8,9 +8,9 @@
 //           everything that peers stored is visible.
 // One synchronization each way is enough for a message of any size.
 //
-// Only its own rank knows whether a tensor is in symmetric memory. A rank without such a tensor sends kNoPlace instead
-// of keeping silent: all ranks then fail with an error that names it, and none waits. A peer takes the offset from the
-// rank that owns the tensor, never from its own tensor.
+// Only its own rank knows whether a tensor is in symmetric memory. A rank without such a tensor sends
+// kNoSymmetricOffset instead of keeping silent: all ranks then fail with an error that names it, and none waits. A peer
+// takes the offset from the rank that owns the tensor, never from its own tensor.
 //
 // The offsets travel through the first half of the staging memory, one line for each block and sender. They are read in
 // step 1, and the sender ends only after the reader has finished step 1 (H1). R1 of operation.cuh: a block waits for
@@ -28,19 +28,20 @@ namespace llm_comm::inline LLM_COMM_TARGET {
 
 inline constexpr uint32_t kMaxDirectThreads = 512;
 inline constexpr uint32_t kMaxDirectBlocks = DirectSignals::kBlocks;  // maximum per grid
-inline constexpr uint32_t kMaxPlaces = 2;  // symmetric offsets of a call; they fit in one line
+inline constexpr uint32_t kMaxSymmetricOffsets = 2;  // symmetric offsets of a call; they fit in one line
 
 // Phases, as errors number them.
 inline constexpr uint32_t kReady = 0;
 inline constexpr uint32_t kDone = 1;
 
-inline constexpr const char* kWholeLines = "peers access whole lines: every part must have a multiple of 16 bytes";
+inline constexpr const char* kWholeLines =
+    "peers access whole lines: every exit_barrier must have a multiple of 16 bytes";
 
 // Kernel arguments of an operation plus the symmetric offsets of the tensors that peers access, in the order of its
 // buffers.
 template <class ArgsOfOperation>
 struct DirectArgs : ArgsOfOperation {
-  uint64_t places[kMaxPlaces];
+  uint64_t symmetric_offsets[kMaxSymmetricOffsets];
 };
 
 // An operation whose kernels take DirectArgs. It defines buffer_bytes(problem, i): bytes of buffer i that must be in
@@ -55,20 +56,20 @@ struct DirectOperation : Operation {
 
 // Fails the communicator if a rank has no symmetric offset, or another one than rank 0. All ranks name the same rank.
 // Called by one thread, during or after the steps of the session.
-template <int World, class PlaceOf>
-LLM_COMM_DEVICE void fail_unless_at_one_place(const HBSession& session, uint32_t phase, PlaceOf place_of) {
+template <int World, class OffsetOf>
+LLM_COMM_DEVICE void fail_unless_offsets_agree(const HBSession& session, uint32_t phase, OffsetOf offset_of) {
   uint32_t missing = World;
   uint32_t elsewhere = World;
   LLM_COMM_UNROLL(1)
   for (uint32_t rank = World; rank-- > 0;) {
-    const uint64_t place = place_of(rank);
-    if (place == kNoPlace) missing = rank;
-    if (place != place_of(0)) elsewhere = rank;
+    const uint64_t symmetric_offset = offset_of(rank);
+    if (symmetric_offset == kNoSymmetricOffset) missing = rank;
+    if (symmetric_offset != offset_of(0)) elsewhere = rank;
   }
   if (missing != World) {
     session.fail(ErrorCause::kNotSymmetric, missing, phase);
   } else if (elsewhere != World) {
-    session.fail(ErrorCause::kOtherPlace, elsewhere, phase);
+    session.fail(ErrorCause::kOtherSymmetricOffset, elsewhere, phase);
   }
 }
 
@@ -89,11 +90,11 @@ class DirectSession {
   }
   LLM_COMM_DEVICE void begin() { session_.begin(); }
 
-  // Runs the three steps. `places`: symmetric offsets of this rank's tensors. `work()` does all work of the block once
-  // address() is valid. It is not called if a rank has no symmetric tensor.
+  // Runs the three steps. `symmetric_offsets`: symmetric offsets of this rank's tensors. `work()` does all work of the
+  // block once address() is valid. It is not called if a rank has no symmetric tensor.
   template <class Work>
-  LLM_COMM_DEVICE void run(const uint64_t (&places)[kMaxPlaces], Work work) {
-    const Line said = in_line(places);
+  LLM_COMM_DEVICE void run(const uint64_t (&symmetric_offsets)[kMaxSymmetricOffsets], Work work) {
+    const Line said = in_line(symmetric_offsets);
     session_.run_at_once(
         1, 1,
         [&](uint32_t step) {
@@ -105,19 +106,19 @@ class DirectSession {
 
   // Entry barrier of stream copies (stream_copies.cuh): first half of run(), as an operation of its own. Fails if a
   // rank has no symmetric tensor or has it at another offset.
-  LLM_COMM_DEVICE void meet(const uint64_t (&places)[kMaxPlaces]) {
+  LLM_COMM_DEVICE void entry_barrier(const uint64_t (&symmetric_offsets)[kMaxSymmetricOffsets]) {
     static_assert(Tensors == 1);
-    const Line said = in_line(places);
+    const Line said = in_line(symmetric_offsets);
     run_one_step(kReady, [&](uint32_t step) {
       if (step == 0) tell(said);
       if (step == 0 || thread_index() != 0) return;
-      fail_unless_at_one_place<World>(session_, kReady, [&](uint32_t rank) {
-        return place_in(rank == comm_.rank ? said : load_line(word(comm_.rank, rank)), 0);
+      fail_unless_offsets_agree<World>(session_, kReady, [&](uint32_t rank) {
+        return offset_in(rank == comm_.rank ? said : load_line(word(comm_.rank, rank)), 0);
       });
     });
   }
   // Exit barrier of stream copies: second half of run().
-  LLM_COMM_DEVICE void part() {
+  LLM_COMM_DEVICE void exit_barrier() {
     run_one_step(kDone, [](uint32_t) {});
   }
 
@@ -125,7 +126,7 @@ class DirectSession {
   // first round have then ended. With `WaitsForWork` it returns only after the blocks of this number have finished
   // work() on all ranks.
   template <bool WaitsForWork, class Work>
-  LLM_COMM_DEVICE void run_behind_copies(Work work) {
+  LLM_COMM_DEVICE void run_after_copies(Work work) {
     session_.run_at_once(
         WaitsForWork ? 1 : 0, 1,
         [&](uint32_t step) {
@@ -145,8 +146,8 @@ class DirectSession {
   LLM_COMM_DEVICE char* address(uint32_t tensor, uint32_t rank) const { return shared_->address[tensor][rank]; }
 
   // Symmetric offset of a peer's tensor, for requests to the proxy.
-  LLM_COMM_DEVICE uint64_t place(uint32_t tensor, uint32_t peer) const {
-    return place_in(load_line(word(comm_.rank, peer)), tensor);
+  LLM_COMM_DEVICE uint64_t symmetric_offset(uint32_t tensor, uint32_t peer) const {
+    return offset_in(load_line(word(comm_.rank, peer)), tensor);
   }
 
   static constexpr uint32_t shared_bytes() { return sizeof(Shared); }
@@ -163,16 +164,16 @@ class DirectSession {
     session_.run_at_once(0, 1, work, [phase](uint32_t) { return phase; });
   }
 
-  LLM_COMM_DEVICE static Line in_line(const uint64_t (&places)[kMaxPlaces]) {
-    return {{static_cast<uint32_t>(places[0]), static_cast<uint32_t>(places[0] >> 32), static_cast<uint32_t>(places[1]),
-             static_cast<uint32_t>(places[1] >> 32)}};
+  LLM_COMM_DEVICE static Line in_line(const uint64_t (&symmetric_offsets)[kMaxSymmetricOffsets]) {
+    return {{static_cast<uint32_t>(symmetric_offsets[0]), static_cast<uint32_t>(symmetric_offsets[0] >> 32),
+             static_cast<uint32_t>(symmetric_offsets[1]), static_cast<uint32_t>(symmetric_offsets[1] >> 32)}};
   }
 
   LLM_COMM_DEVICE Line* word(uint32_t receiver, uint32_t sender) const {
     return session_.staging(receiver, 0) + block_ * World + sender;
   }
 
-  LLM_COMM_DEVICE static uint64_t place_in(Line said, uint32_t tensor) {
+  LLM_COMM_DEVICE static uint64_t offset_in(Line said, uint32_t tensor) {
     return static_cast<uint64_t>(said.word[2 * tensor + 1]) << 32 | said.word[2 * tensor];
   }
 
@@ -188,8 +189,9 @@ class DirectSession {
       const Line said = rank == comm_.rank ? own : load_line(word(comm_.rank, rank));
       LLM_COMM_UNROLL(2)
       for (uint32_t i = 0; i < Tensors; ++i) {
-        const uint64_t place = place_in(said, i);
-        shared_->address[i][rank] = place == kNoPlace ? nullptr : address_of(comm_, rank, place);
+        const uint64_t symmetric_offset = offset_in(said, i);
+        shared_->address[i][rank] =
+            symmetric_offset == kNoSymmetricOffset ? nullptr : address_of(comm_, rank, symmetric_offset);
       }
     }
     block_sync();
@@ -223,7 +225,7 @@ inline Grid grid_over_lines(const Problem& problem, const Tiling& tiling, uint64
   }
   const uint32_t threads = tiling.tile_lines < kMaxDirectThreads ? tiling.tile_lines : kMaxDirectThreads;
   return {static_cast<uint32_t>(blocks), threads < problem.world ? problem.world : threads,
-          DirectSession<kMaxWorldSize, kMaxPlaces>::shared_bytes()};
+          DirectSession<kMaxWorldSize, kMaxSymmetricOffsets>::shared_bytes()};
 }
 
 // Launch shape of direct algorithms. Algorithm defines, for a problem,
@@ -234,8 +236,8 @@ struct Direct {
   static constexpr Tunables kTunables{{{"blocks", 1, kMaxDirectBlocks}, {"tile_lines", 1, 1u << 16}}};
   static constexpr uint32_t kVariants = 1;
 
-  static Tiling tile(const Problem& problem, const Choice& choice, const Limits&) {
-    return {choice.blocks, choice.tile_lines, 1, 0, problem.count};
+  static Tiling tile(const Problem& problem, const TuningParameters& tuning, const Limits&) {
+    return {tuning.blocks, tuning.tile_lines, 1, 0, problem.count};
   }
 
   static Grid grid(const Problem& problem, const Tiling& tiling, uint64_t, const Limits& limits) {
@@ -243,8 +245,8 @@ struct Direct {
     return grid_over_lines(problem, tiling, Algorithm::lines(problem), limits);
   }
 
-  static std::vector<Choice> candidates(const Problem& problem, const Limits& limits) {
-    std::vector<Choice> found;
+  static std::vector<TuningParameters> candidates(const Problem& problem, const Limits& limits) {
+    std::vector<TuningParameters> found;
     if (!Algorithm::is_served(problem)) return found;
     const uint32_t sms = limits.multiprocessors();
     for (uint32_t blocks : up_to(kTunables.max("blocks"), {sms, sms / 2 + 1, sms / 4 + 1})) {

@@ -1,11 +1,11 @@
 // Types that lead from a call to its launches. Descriptors, tables, the planner and the cores use them.
 //
-//   Problem   the call, the same on every rank
-//   Choice    tuning parameters: one row of a tuning table
-//   Limits    bounds of a launch: device and workspace
-//   Tiling    the tuning parameters fitted to the problem, and the units that one launch takes
-//   Grid      launch config of one launch: blocks, threads, cluster, shared memory, kernel variant
-//   Shape     all launches of a call
+//   Problem            the call, the same on every rank
+//   TuningParameters   one row of a tuning table
+//   Limits             bounds of a launch: device and workspace
+//   Tiling             the tuning parameters fitted to the problem, and the units that one launch takes
+//   Grid               launch config of one launch: blocks, threads, cluster, shared memory, kernel variant
+//   Shape              all launches of a call
 //
 // An algorithm's descriptor (algorithm.h) computes a Tiling from the first three, and Grids from a Tiling. Both exist
 // once, in C++; Python, libraries and tests call them.
@@ -35,7 +35,7 @@ struct Problem {
 };
 
 // Fields that an algorithm does not have are 0. A launch never uses more than the values here, but may use less.
-struct Choice {
+struct TuningParameters {
   uint32_t blocks = 0;         // maximum per launch
   uint32_t threads = 0;        // maximum per block
   uint32_t tile_lines = 0;     // 16-byte lines that a block exchanges with each peer at a time
@@ -72,7 +72,7 @@ struct Grid {
   // Not all blocks run at once on this device (P2 of operation.cuh). The core sets it.
   bool takes_tickets = false;
   // The grid follows copies on its stream, so dependent launch cannot start it early.
-  bool is_behind_copies = false;
+  bool is_after_copies = false;
 };
 
 struct Shape {

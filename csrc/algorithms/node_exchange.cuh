@@ -71,7 +71,7 @@ class ExchangeBlock {
       if (rank == comm.rank) {
         copy(args_.output + piece.to + begin_, from, part_of(piece.bytes_out));
       } else if (takes_part(rank)) {
-        copy(own_memory() + place(kOutbox, rank, comm.rank, count(rank)), from, part_of(piece.bytes_out));
+        copy(own_memory() + offset_of(kOutbox, rank, comm.rank, count(rank)), from, part_of(piece.bytes_out));
       }
     }
     block_sync();
@@ -82,7 +82,7 @@ class ExchangeBlock {
     for (uint32_t rank = 0; rank < comm.world_size; ++rank) {
       if (rank == comm.rank || !takes_part(rank)) continue;
       const ExchangePiece& piece = args_.piece[rank];
-      copy(args_.output + piece.to + begin_, own_memory() + place(kInbox, comm.rank, rank, count(rank)),
+      copy(args_.output + piece.to + begin_, own_memory() + offset_of(kInbox, comm.rank, rank, count(rank)),
            part_of(piece.bytes_in));
     }
     block_sync();
@@ -92,7 +92,7 @@ class ExchangeBlock {
   }
 
  private:
-  enum Box : uint32_t { kOutbox, kInbox };
+  enum Mailbox : uint32_t { kOutbox, kInbox };
 
   // Called by one thread per partner.
   LLM_COMM_DEVICE bool swap(uint32_t partner) const {
@@ -100,16 +100,17 @@ class ExchangeBlock {
     const uint64_t number = count(partner) + 1;
     const uint64_t bytes = part_of(args_.piece[partner].bytes_out);
     const PortChannel channel{comm, {comm.rank, OperationKind::kUser, number, bytes}, partner};
-    const char* const from = own_memory() + place(kOutbox, partner, comm.rank, number - 1);
-    return channel.put_with_signal(place(kInbox, partner, comm.rank, number - 1), from, bytes, block_index(), number) &&
+    const char* const from = own_memory() + offset_of(kOutbox, partner, comm.rank, number - 1);
+    return channel.put_with_signal(offset_of(kInbox, partner, comm.rank, number - 1), from, bytes, block_index(),
+                                   number) &&
            channel.wait(block_index(), number);
   }
 
   // Offset of one half of the data from `sender` to `receiver`. Parts of adjacent blocks are adjacent in both boxes, so
   // that the proxy can merge their puts.
-  LLM_COMM_DEVICE uint64_t place(Box box, uint32_t receiver, uint32_t sender, uint64_t number) const {
-    const uint32_t other = box == kInbox ? among_others(sender, receiver) : among_others(receiver, sender);
-    const uint64_t half = box * 2 + number % 2;
+  LLM_COMM_DEVICE uint64_t offset_of(Mailbox mailbox, uint32_t receiver, uint32_t sender, uint64_t number) const {
+    const uint32_t other = mailbox == kInbox ? among_others(sender, receiver) : among_others(receiver, sender);
+    const uint64_t half = mailbox * 2 + number % 2;
     const uint64_t slot = (half * (args_.layout.ranks - 1) + other) * kMaxExchangeBlocks + block_index();
     return kHeaderBytes + slot * args_.layout.part_bytes;
   }

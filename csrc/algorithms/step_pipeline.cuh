@@ -26,13 +26,13 @@ namespace llm_comm::inline LLM_COMM_TARGET {
 inline constexpr uint32_t kFirstHop = 0;
 inline constexpr uint32_t kSecondHop = 1;
 
-// Buffers for the chunks of all blocks in one half of each rank's staging memory: 2 * depth stages, used in turn.
+// Buffers for the chunks of all blocks in one half of each rank's staging memory: 2 * depth stages, used round-robin.
 // Layout: [stage][block][sender][line], for each of the other ranks as sender.
 template <int World>
 class ChunkBuffers {
  public:
   LLM_COMM_DEVICE ChunkBuffers(const DeviceComm& comm, uint32_t block, uint32_t chunk_lines, uint32_t depth)
-      : comm_(comm), block_(block), chunk_lines_(chunk_lines), turns_(2 * depth) {}
+      : comm_(comm), block_(block), chunk_lines_(chunk_lines), stages_(2 * depth) {}
 
   // Buffer on this rank that receives chunk t of `sender`.
   LLM_COMM_DEVICE const Line* from(uint32_t hop, uint32_t t, uint32_t sender) const {
@@ -81,28 +81,28 @@ class ChunkBuffers {
  private:
   // Buffer on `receiver` for chunk t of `sender`.
   LLM_COMM_DEVICE Line* of(uint32_t receiver, uint32_t hop, uint32_t t, uint32_t sender) const {
-    const uint64_t place =
-        (uint64_t{t % turns_} * block_count() + block_) * (World - 1) + among_others(sender, receiver);
-    return staging_of(comm_, receiver, hop) + place * chunk_lines_;
+    const uint64_t buffer =
+        (uint64_t{t % stages_} * block_count() + block_) * (World - 1) + among_others(sender, receiver);
+    return staging_of(comm_, receiver, hop) + buffer * chunk_lines_;
   }
 
   const DeviceComm& comm_;
   uint32_t block_;
   uint32_t chunk_lines_;
-  uint32_t turns_;
+  uint32_t stages_;
 };
 
-// The pipeline of one block. A part (shard) is a view with lines(), load(line) and store(line, value).
+// The pipeline of one block. A shard is a view with lines(), load(line) and store(line, value).
 template <DataType D, int World, class Buffers = ChunkBuffers<World>>
 class StepPipeline {
  public:
-  // `part_lines`: lines of the largest shard.
+  // `shard_lines`: lines of the largest shard.
   LLM_COMM_DEVICE StepPipeline(HBSession& session, const DeviceComm& comm, uint32_t block, uint32_t chunk_lines,
-                               uint32_t depth, uint32_t part_lines)
+                               uint32_t depth, uint32_t shard_lines)
       : session_(session),
         rank_(comm.rank),
         depth_(depth),
-        chunks_(block, chunk_lines, part_lines),
+        chunks_(block, chunk_lines, shard_lines),
         buffers_(comm, block, chunk_lines, depth) {}
 
   LLM_COMM_DEVICE uint32_t chunks() const { return chunks_.count(); }
@@ -130,14 +130,14 @@ class StepPipeline {
     session_.run(chunks_.count(), depth_, work, phase_of, ended, [](uint32_t) { Buffers::fence(); });
   }
 
-  // Sends chunk t of the shards of other owners. part_of(owner): view of this rank's contribution to a shard.
-  template <class PartOf>
-  LLM_COMM_DEVICE void stage(const Team& team, uint32_t t, PartOf part_of) const {
+  // Sends chunk t of the shards of other owners. shard_of(owner): view of this rank's contribution to a shard.
+  template <class ShardOf>
+  LLM_COMM_DEVICE void stage(const Team& team, uint32_t t, ShardOf shard_of) const {
     buffers_.for_each_staged(t, [&](uint32_t owner, Line* staged) {
-      const auto& part = part_of(owner);
+      const auto& shard = shard_of(owner);
       const uint32_t first = chunks_.first(t);
       move_lines(
-          team, chunks_.lines(t, part.lines()), [&](uint32_t k) { return part.load(first + k); },
+          team, chunks_.lines(t, shard.lines()), [&](uint32_t k) { return shard.load(first + k); },
           [&](uint32_t k, Line line) { store_line(staged + k, line); });
     });
   }
@@ -167,18 +167,18 @@ class StepPipeline {
         });
   }
 
-  // Copies chunk t of each other rank's shard to its destination, part_of(owner).
-  template <class PartOf>
-  LLM_COMM_DEVICE void collect(const Team& team, uint32_t hop, uint32_t t, PartOf part_of) const {
+  // Copies chunk t of each other rank's shard to its destination, shard_of(owner).
+  template <class ShardOf>
+  LLM_COMM_DEVICE void collect(const Team& team, uint32_t hop, uint32_t t, ShardOf shard_of) const {
     LLM_COMM_UNROLL(1)
     for (uint32_t i = 1; i < World; ++i) {
       const uint32_t owner = (rank_ + i) % World;
-      const auto& part = part_of(owner);
+      const auto& shard = shard_of(owner);
       const Line* const sent = buffers_.from(hop, t, owner);
       const uint32_t first = chunks_.first(t);
       move_lines(
-          team, chunks_.lines(t, part.lines()), [&](uint32_t k) { return load_line(sent + k); },
-          [&](uint32_t k, Line line) { part.store(first + k, line); });
+          team, chunks_.lines(t, shard.lines()), [&](uint32_t k) { return load_line(sent + k); },
+          [&](uint32_t k, Line line) { shard.store(first + k, line); });
     }
   }
 

@@ -1,11 +1,11 @@
 // Base of algorithms whose data is moved by copies enqueued on the stream: CE, for copy engine. A launch consists of
 // two grids with copies between them:
 //
-//   entry barrier  (meeting) one block. Tells the peers the symmetric offset of this rank's tensor, and that it may be
+//   entry barrier  one block. Tells the peers the symmetric offset of this rank's tensor, and that it may be
 //                  written because the earlier grids have ended. Ends when it has heard the same from all peers
 //   copies         to the peers' tensors and to this rank's own. Copy engines do most of them. A kernel beside them
 //                  stores small copies and those within the GPU
-//   exit barrier   (parting) one block. Tells the peers that this rank's copies have ended. Ends when theirs have: the
+//   exit barrier   one block. Tells the peers that this rank's copies have ended. Ends when theirs have: the
 //                  tensor is complete
 //
 // An algorithm whose kernel processes received data before it is sent on divides the copies into pieces, on a side
@@ -21,10 +21,10 @@
 // compares the offsets; if they differ, the communicator fails with an error on all ranks. A grid cannot cancel what is
 // enqueued after it, so the copies run even then. They stay inside the heap, whose tensors may then have any content.
 //
-// Why the offsets may be staged (H1 of hb_session.cuh). meet_before_copies() sends them through the first half of the
-// staging memory, as in direct.cuh. A rank may leave the entry barrier while a peer still reads the rank's offset. The
-// later grids of the launch store nothing there, and the next of them ends only after all peers have left the entry
-// barrier. So H1 holds for all grids of a launch together, and no other operation runs between them.
+// Why the offsets may be staged (H1 of hb_session.cuh). entry_barrier_before_copies() sends them through the first half
+// of the staging memory, as in direct.cuh. A rank may leave the entry barrier while a peer still reads the rank's
+// offset. The later grids of the launch store nothing there, and the next of them ends only when every peer has left
+// the entry barrier. So H1 holds for all grids of a launch together, and no other operation runs between them.
 #pragma once
 
 #include <algorithm>
@@ -39,8 +39,8 @@ inline constexpr uint32_t kStreamCopyThreads = 32;
 inline constexpr uint32_t kMaxCopyPieces = 8;  // maximum per launch
 
 // Index of a grid in its launch. kFirstPiece + i: the grid between the copies of piece i.
-inline constexpr uint32_t kMeeting = 0;
-inline constexpr uint32_t kParting = 1;
+inline constexpr uint32_t kEntryBarrier = 0;
+inline constexpr uint32_t kExitBarrier = 1;
 inline constexpr uint32_t kFirstPiece = 2;
 
 // Copy of `bytes` to the symmetric tensor of a rank, from a tensor of this rank. Offsets count from the start of each
@@ -85,36 +85,38 @@ struct StreamCopyOperation : DirectOperation<Operation> {
   // Number of grids of a launch.
   static uint64_t grids(const Problem&, const Tiling&) { return kFirstPiece; }
 
-  static Grid meeting() { return {1, kStreamCopyThreads, DirectSession<kMaxWorldSize, kMaxPlaces>::shared_bytes()}; }
+  static Grid entry_barrier_grid() {
+    return {1, kStreamCopyThreads, DirectSession<kMaxWorldSize, kMaxSymmetricOffsets>::shared_bytes()};
+  }
 
  protected:
   // Enqueues the entry barrier, then between(), then the exit barrier.
   template <class Launch, class Between>
   static void enqueue_around(Args& args, Launch launch, Between between) {
-    Grid grid = meeting();
-    args.stage = kMeeting;
+    Grid grid = entry_barrier_grid();
+    args.stage = kEntryBarrier;
     launch(grid);
     between();
-    grid.is_behind_copies = true;
-    args.stage = kParting;
+    grid.is_after_copies = true;
+    args.stage = kExitBarrier;
     launch(grid);
   }
 };
 
 template <int World, class Args>
-LLM_COMM_DEVICE void meet_before_copies(const Args& args, OperationKind kind, uint64_t bytes) {
+LLM_COMM_DEVICE void entry_barrier_before_copies(const Args& args, OperationKind kind, uint64_t bytes) {
   DirectSession<World, 1> session(args.comm, kind, bytes, 0);
-  session.wait_for_grids_before(args.places[0]);
+  session.wait_for_grids_before(args.symmetric_offsets[0]);
   session.begin();
-  session.meet(args.places);
+  session.entry_barrier(args.symmetric_offsets);
 }
 
 template <int World, class Args>
-LLM_COMM_DEVICE void part_behind_copies(const Args& args, OperationKind kind, uint64_t bytes) {
+LLM_COMM_DEVICE void exit_barrier_after_copies(const Args& args, OperationKind kind, uint64_t bytes) {
   DirectSession<World, 1> session(args.comm, kind, bytes, 0);
   session.wait_for_grids_before();
   session.begin();
-  session.part();
+  session.exit_barrier();
 }
 
 // A block of the grid of a piece: processes the received data of the piece before it is sent on.
@@ -129,7 +131,7 @@ LLM_COMM_DEVICE void piece_between_copies(const Args& args, OperationKind kind, 
   DirectSession<World, 1> session(args.comm, kind, bytes, block);
   session.wait_for_grids_before(precomputed);
   session.begin();
-  session.template run_behind_copies<IsReadByAll>(work);
+  session.template run_after_copies<IsReadByAll>(work);
 }
 
 // Base of descriptors without tuning parameters.
@@ -137,10 +139,12 @@ struct ByStreamCopies {
   static constexpr Tunables kTunables{};
   static constexpr uint32_t kVariants = 1;
 
-  static Tiling tile(const Problem& problem, const Choice&, const Limits&) { return {1, 1, 1, 0, problem.count}; }
+  static Tiling tile(const Problem& problem, const TuningParameters&, const Limits&) {
+    return {1, 1, 1, 0, problem.count};
+  }
 };
 
-inline void check_room_for_places(const Problem& problem, const Limits& limits) {
+inline void check_room_for_offsets(const Problem& problem, const Limits& limits) {
   if (2 * problem.world * sizeof(Line) > limits.staging_bytes) {
     throw std::invalid_argument("the staging memory has " + std::to_string(limits.staging_bytes) +
                                 " bytes, too few to say where a tensor lies: raise workspace_bytes");

@@ -5,7 +5,8 @@
 
 namespace llm_comm::inline LLM_COMM_TARGET {
 
-// Load of a line of a View (message.cuh, part_view.cuh), which has
+// Load of a line of a View (message.cuh, shard_view.cuh). A View has
+//
 //   is_whole_input(line)     true if the line can be loaded whole
 //   input_from(line)         its address
 //   load_by_elements(line)   the slow path for partial or unaligned lines

@@ -62,10 +62,10 @@ auto function_of(Launcher& launcher, const Problem& problem, Grid& grid) {
 // not support the call or its tiling.
 template <class Algorithm, class Launcher>
 std::unique_ptr<PreparedCall> prepare_algorithm(LaunchQueue<Launcher>& queue, Launcher& launcher,
-                                                const Segments& segments, const DeviceComm& comm,
-                                                const Problem& problem, const Tiling& tiling) {
+                                                const Windows& windows, const DeviceComm& comm, const Problem& problem,
+                                                const Tiling& tiling) {
   using Operation = typename Algorithm::Operation;
-  if (Algorithm::kInfo.by_switch && comm.multicast == nullptr) {
+  if (Algorithm::kInfo.uses_multimem && comm.multicast == nullptr) {
     throw std::invalid_argument(std::string(Algorithm::kInfo.title) + ": NVLink multicast is not set up");
   }
   const Limits limits{comm.slot_bytes, 0, launcher.max_cluster_blocks(), 0, comm.staging_bytes};
@@ -83,7 +83,7 @@ std::unique_ptr<PreparedCall> prepare_algorithm(LaunchQueue<Launcher>& queue, La
                      {}};
   static_assert(sizeof(call.parameter_bits) == sizeof(problem.parameter));
   std::memcpy(call.parameter_bits, problem.parameter, sizeof(problem.parameter));
-  return std::make_unique<PreparedLaunches<Launcher, Operation>>(queue, segments, args, call, problem, shape, whole,
+  return std::make_unique<PreparedLaunches<Launcher, Operation>>(queue, windows, args, call, problem, shape, whole,
                                                                  last, Algorithm::kInfo.symmetric);
 }
 

@@ -53,7 +53,8 @@ struct OperationError {
   // - "overlap": two operations of this rank overlap; found by check_order(), before operation `sequence`.
   // - "order": the operations of `peer` have another order; found by check_order(), before operation `sequence`.
   // - "not symmetric": a tensor of `peer` that other ranks were to access is not in symmetric memory.
-  // - "other place": a tensor of `peer` has another symmetric offset than that of rank 0, and all must agree.
+  // - "other symmetric_offset": a tensor of `peer` has another symmetric offset than that of rank 0, and all must
+  // agree.
   // - "no channel": a kernel asked for a channel that does not exist.
   // - "transport": a request of a port channel could not be executed; `text` says why.
   std::string cause;
@@ -87,9 +88,9 @@ class PreparedCall {
   virtual bool takes([[maybe_unused]] const uint64_t* buffers) const { return true; }
 };
 
-// Symmetric offset of a tensor: its registered window ("segment") and the offset in it.
-struct Place {
-  uint32_t segment;
+// Symmetric offset of a tensor: its registered window and the offset in it.
+struct SymmetricOffset {
+  uint32_t window;
   uint64_t offset;  // in bytes
 };
 
@@ -100,9 +101,9 @@ struct ProgramLaunch {
   uint32_t blocks;  // all blocks of the grid
   uint32_t threads;
   uint32_t shared_bytes;
-  Place memory;  // the DSL kernel's workspace
+  SymmetricOffset memory;  // the DSL kernel's workspace
   uint64_t memory_bytes;
-  Place semaphore_words;  // as for Core::channels()
+  SymmetricOffset semaphore_words;  // as for Core::channels()
   uint32_t semaphores;
   DataType type;
   uint64_t input_bytes;
@@ -124,8 +125,8 @@ class Core {
 
   // Release of the workspaces' memory while the communicator is idle, and its restoration. Addresses stay reserved, so
   // prepared calls, captured graphs and channels() are valid again after the restoration. The symmetric heap is not
-  // released. Ranks call each step only after all ranks have finished the previous one. Not possible with cudaIpc
-  // memory or with multicast set up.
+  // released. A rank calls a step once every rank has finished the previous step. Not possible with cudaIpc memory or
+  // with multicast set up.
 
   // Refuses further calls, waits for the device, and stops the proxy when it has executed all requests. Throws
   // std::runtime_error if either does not finish; end_release() undoes this step. No stream may be under capture.
@@ -139,8 +140,8 @@ class Core {
   // Accepts calls again. Throws std::runtime_error if the proxy cannot be started.
   virtual void end_release() = 0;
 
-  // NVLink multicast over the workspaces of all ranks, which must be mapped. Ranks call each step only after all ranks
-  // have finished the previous one. If a step fails on one rank, all ranks call drop_multicast(). The steps throw
+  // NVLink multicast over the workspaces of all ranks, which must be mapped. A rank calls a step once every rank has
+  // finished the previous step. If a step fails on one rank, all ranks call drop_multicast(). The steps throw
   // std::runtime_error. If the environment forbids multicast they do so before they look up any driver function for it
   // (multicast_switches.h).
 
@@ -155,27 +156,27 @@ class Core {
   // Undoes all steps. No prepared call of a switch algorithm may exist. The destructor does this too.
   virtual void drop_multicast() = 0;
 
-  // Symmetric heap: registered windows ("segments") that have the same size on every rank and that all ranks map. The
-  // caller chooses their numbers, below kMaxSegments and the same on all ranks. The heap may change while other threads
+  // Symmetric heap: registered windows that have the same size on every rank and that all ranks map. The
+  // caller chooses their numbers, below kMaxWindows and the same on all ranks. The heap may change while other threads
   // enqueue calls.
 
   // Allocates this rank's memory of a window and returns its handle.
-  virtual WorkspaceHandle create_segment(uint32_t segment, uint64_t bytes, bool use_ipc) = 0;
+  virtual WorkspaceHandle create_window(uint32_t window, uint64_t bytes, bool use_ipc) = 0;
   // Maps a peer's memory of a window. Does not keep the handle's descriptor.
-  virtual void map_segment(uint32_t segment, int peer, const WorkspaceHandle& handle) = 0;
+  virtual void map_window(uint32_t window, int peer, const WorkspaceHandle& handle) = 0;
   // Unmaps the peers' memory of a window. No enqueued work may still use it.
-  virtual void unmap_segment(uint32_t segment) = 0;
-  // Removes a window after unmap_segment(). This rank's memory lives as long as it has an owner.
-  virtual void close_segment(uint32_t segment) = 0;
+  virtual void unmap_window(uint32_t window) = 0;
+  // Removes a window after unmap_window(). This rank's memory lives as long as it has an owner.
+  virtual void close_window(uint32_t window) = 0;
   // This rank's memory of a window. The returned pointer owns it, also after the core is destroyed.
-  virtual std::shared_ptr<char> memory_of_segment(uint32_t segment) const = 0;
+  virtual std::shared_ptr<char> memory_of_window(uint32_t window) const = 0;
   // Symmetric offset of `bytes` of this rank's memory, if one window contains them.
-  virtual std::optional<Place> find(uint64_t address, uint64_t bytes) const = 0;
+  virtual std::optional<SymmetricOffset> find(uint64_t address, uint64_t bytes) const = 0;
 
   // Returns the bytes of a Channels (llm_comm/channels.cuh) for user kernels: the tensor of `bytes` at `memory`, and
   // `semaphores` semaphores per pair of ranks and kind at `semaphore_words`, which must be zero. Starts the proxy.
   // Throws std::runtime_error if the proxy cannot be started.
-  virtual std::string channels(const Place& memory, uint64_t bytes, const Place& semaphore_words,
+  virtual std::string channels(const SymmetricOffset& memory, uint64_t bytes, const SymmetricOffset& semaphore_words,
                                uint32_t semaphores) = 0;
 
   // send_marks() writes a mark to the header of every rank's workspace. peers_unseen(), after a barrier of all ranks,

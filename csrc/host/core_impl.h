@@ -21,8 +21,8 @@
 #include "host/prepared_linear.h"
 #include "host/prepared_program.h"
 #include "host/programs.h"
-#include "host/segments.h"
 #include "host/target.h"
+#include "host/windows.h"
 #include "llm_comm/channels.cuh"
 
 namespace llm_comm::host {
@@ -49,7 +49,7 @@ class CoreImpl final : public Core {
         launcher_(std::move(launcher)),
         ports_(std::move(ports)),
         queue_(launcher_, options.check_calls),
-        segments_(options.rank),
+        windows_(options.rank),
         own_header_(memory_) {
     comm_.mailbox = memory_.mailbox();
     comm_.slot_bytes = options.slot_bytes;
@@ -77,7 +77,7 @@ class CoreImpl final : public Core {
     launcher_.leave_to_graphs();
     memory_.leave_to_graphs();
     ports_->leave_to_graphs();
-    segments_.leave_to_graphs();
+    windows_.leave_to_graphs();
   }
 
   WorkspaceHandle create_workspace(bool use_ipc) override {
@@ -94,7 +94,7 @@ class CoreImpl final : public Core {
   void begin_release() override {
     check_releasable();
     {
-      const std::lock_guard<std::mutex> turn(queue_.turn());
+      const std::lock_guard<std::mutex> lock(queue_.call_mutex());
       queue_.pause(true);
     }
     launcher_.wait_for_device();
@@ -122,7 +122,7 @@ class CoreImpl final : public Core {
   void end_release() override {
     own_header_.is_back();
     if (std::exchange(had_ports_, false)) start_ports();
-    const std::lock_guard<std::mutex> turn(queue_.turn());
+    const std::lock_guard<std::mutex> lock(queue_.call_mutex());
     queue_.pause(false);
   }
 
@@ -143,8 +143,8 @@ class CoreImpl final : public Core {
     std::copy(std::begin(comm_.workspace), std::end(comm_.workspace), owner.workspace);
     owner.has_failed = [mailbox = comm_.mailbox] { return llm_comm::host::has_failed(*mailbox); };
     owner.fail = [this] { end_waits(kAbortRequest); };
-    owner.find_in_heap = [this](uint32_t rank, uint64_t place, uint64_t bytes) {
-      return segments_.address(rank, place, bytes);
+    owner.find_in_heap = [this](uint32_t rank, uint64_t symmetric_offset, uint64_t bytes) {
+      return windows_.address(rank, symmetric_offset, bytes);
     };
     ports_->start(owner);
   }
@@ -153,32 +153,34 @@ class CoreImpl final : public Core {
     return WorkspaceLayout(options_.slot_bytes, options_.staging_bytes).bytes();
   }
 
-  WorkspaceHandle create_segment(uint32_t segment, uint64_t bytes, bool use_ipc) override {
-    segments_.check_new(segment, bytes);
+  WorkspaceHandle create_window(uint32_t window, uint64_t bytes, bool use_ipc) override {
+    windows_.check_new(window, bytes);
     SharedMemory own = memory_.allocate(bytes, use_ipc);
-    segments_.add(segment, bytes, std::move(own.memory));
-    write_segment(segment);
+    windows_.add(window, bytes, std::move(own.memory));
+    write_window(window);
     return std::move(own.handle);
   }
 
-  void map_segment(uint32_t segment, int peer, const WorkspaceHandle& handle) override {
-    check_peer("map_segment", peer);
-    segments_.set_peer(segment, peer, memory_.map_memory(peer, segments_.bytes(segment), handle));
-    write_segment(segment);
+  void map_window(uint32_t window, int peer, const WorkspaceHandle& handle) override {
+    check_peer("map_window", peer);
+    windows_.set_peer(window, peer, memory_.map_memory(peer, windows_.bytes(window), handle));
+    write_window(window);
   }
 
-  void unmap_segment(uint32_t segment) override { segments_.drop_peers(segment); }
-  void close_segment(uint32_t segment) override { segments_.remove(segment); }
-  std::shared_ptr<char> memory_of_segment(uint32_t segment) const override {
-    return memory_.for_tensor(segments_.own(segment), segments_.life());
+  void unmap_window(uint32_t window) override { windows_.drop_peers(window); }
+  void close_window(uint32_t window) override { windows_.remove(window); }
+  std::shared_ptr<char> memory_of_window(uint32_t window) const override {
+    return memory_.for_tensor(windows_.own(window), windows_.life());
   }
-  std::optional<Place> find(uint64_t address, uint64_t bytes) const override { return segments_.find(address, bytes); }
+  std::optional<SymmetricOffset> find(uint64_t address, uint64_t bytes) const override {
+    return windows_.find(address, bytes);
+  }
 
-  std::string channels(const Place& memory, uint64_t bytes, const Place& semaphore_words,
+  std::string channels(const SymmetricOffset& memory, uint64_t bytes, const SymmetricOffset& semaphore_words,
                        uint32_t semaphores) override {
     start_ports();
-    const Channels channels{comm_, place_at(memory.segment, memory.offset), bytes,
-                            place_at(semaphore_words.segment, semaphore_words.offset), semaphores};
+    const Channels channels{comm_, symmetric_offset_at(memory.window, memory.offset), bytes,
+                            symmetric_offset_at(semaphore_words.window, semaphore_words.offset), semaphores};
     return {reinterpret_cast<const char*>(&channels), sizeof(channels)};
   }
 
@@ -213,7 +215,7 @@ class CoreImpl final : public Core {
     }
     std::unique_ptr<PreparedCall> call;
     Registry::at(algorithm, [&]<class Algorithm>() {
-      call = prepare_algorithm<Algorithm>(queue_, launcher_, segments_, comm_, problem, tiling);
+      call = prepare_algorithm<Algorithm>(queue_, launcher_, windows_, comm_, problem, tiling);
       if constexpr (requires { Algorithm::kUsesPorts; }) start_ports();
     });
     if (call == nullptr) throw std::invalid_argument("there is no algorithm number " + std::to_string(algorithm));
@@ -227,7 +229,7 @@ class CoreImpl final : public Core {
   }
 
   std::unique_ptr<PreparedCall> prepare_linear(const LinearProblem& problem, const LinearChoice& choice) override {
-    return std::make_unique<PreparedLinear<Launcher>>(launcher_, queue_.turn(), *comm_.mailbox, problem, choice);
+    return std::make_unique<PreparedLinear<Launcher>>(launcher_, queue_.call_mutex(), *comm_.mailbox, problem, choice);
   }
 
   uint32_t load_program(const std::string& image, const std::string& kernel, const std::string& title) override {
@@ -235,7 +237,7 @@ class CoreImpl final : public Core {
   }
 
   std::unique_ptr<PreparedCall> prepare_program(const ProgramLaunch& launch) override {
-    return std::make_unique<PreparedProgram<Launcher>>(queue_, launcher_, segments_, comm_,
+    return std::make_unique<PreparedProgram<Launcher>>(queue_, launcher_, windows_, comm_,
                                                        programs_.function(launch.kernel), launch);
   }
 
@@ -339,9 +341,9 @@ class CoreImpl final : public Core {
   }
 
   // Writes the addresses of a registered window to the workspace, where kernels read them.
-  void write_segment(uint32_t segment) {
-    const Segments::Addresses addresses = segments_.addresses(segment);
-    memory_.write(memory_.local() + kHeapOffset + segment * sizeof(addresses), &addresses, sizeof(addresses));
+  void write_window(uint32_t window) {
+    const Windows::Addresses addresses = windows_.addresses(window);
+    memory_.write(memory_.local() + kHeapOffset + window * sizeof(addresses), &addresses, sizeof(addresses));
   }
 
   // A peer may still reduce from this rank's memory in the switch, so the memory must stay bound until every peer has
@@ -368,7 +370,7 @@ class CoreImpl final : public Core {
   Launcher launcher_;
   std::unique_ptr<Ports> ports_;
   LaunchQueue<Launcher> queue_;
-  Segments segments_;
+  Windows windows_;
   Programs<Launcher> programs_;
   OwnHeader<Memory> own_header_;
   mutable std::mutex order_mutex_;

@@ -11,7 +11,7 @@
 namespace llm_comm::host {
 
 // Number of calls of one kind, and bytes of their messages. Thread-safe.
-struct Tally {
+struct CallStatistics {
   std::atomic<uint64_t> calls = 0;
   std::atomic<uint64_t> bytes = 0;
   // Calls captured by graphs, counted once each, however often the graph is launched.
@@ -21,15 +21,15 @@ struct Tally {
 
 // Counts calls whose messages have `bytes` bytes.
 struct Counter {
-  std::shared_ptr<Tally> tally;
+  std::shared_ptr<CallStatistics> statistics;
   uint64_t bytes;
 
   // Does not count failed calls.
   void add(Outcome outcome) const {
     if (outcome == Outcome::kFailed) return;
     const bool is_captured = outcome == Outcome::kCaptured;
-    (is_captured ? tally->captured_calls : tally->calls).fetch_add(1, std::memory_order_relaxed);
-    (is_captured ? tally->captured_bytes : tally->bytes).fetch_add(bytes, std::memory_order_relaxed);
+    (is_captured ? statistics->captured_calls : statistics->calls).fetch_add(1, std::memory_order_relaxed);
+    (is_captured ? statistics->captured_bytes : statistics->bytes).fetch_add(bytes, std::memory_order_relaxed);
   }
 };
 

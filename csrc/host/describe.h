@@ -28,8 +28,8 @@ inline std::string cause_name(uint32_t cause) {
       return "peer exited";
     case ErrorCause::kNotSymmetric:
       return "not symmetric";
-    case ErrorCause::kOtherPlace:
-      return "other place";
+    case ErrorCause::kOtherSymmetricOffset:
+      return "other symmetric offset";
     case ErrorCause::kNoChannel:
       return "no channel";
     case ErrorCause::kTimeout:

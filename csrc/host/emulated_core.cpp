@@ -219,15 +219,15 @@ class EmulatedLauncher {
   }
 
   // Nothing overlaps a launch: it has ended when launch() returns.
-  struct Beside {
+  struct SideStream {
     EmulatedLauncher& launcher;
     void follow() {}
     void copy(const std::vector<Copy>& copies) { launcher.copy(copies, 0); }
-    void mark(uint32_t) {}
-    void hold(uint32_t) {}
+    void record_event(uint32_t) {}
+    void wait_event(uint32_t) {}
     void join() {}
   };
-  Beside beside(uint64_t) { return {*this}; }
+  SideStream side_stream(uint64_t) { return {*this}; }
 
   uint32_t max_cluster_blocks() const { return kMaxEmulatedCluster; }
   uint32_t sm_count() const { return kEmulatedMultiprocessors; }

@@ -10,7 +10,7 @@
 #include "host/core.h"
 #include "host/heap_copies.h"
 #include "host/order_of_operations.h"
-#include "host/segments.h"
+#include "host/windows.h"
 
 namespace llm_comm::host {
 
@@ -31,9 +31,9 @@ class LaunchQueue {
   }
 
   // Lock held while a call is enqueued. The order of lock holders is the order of the launches.
-  std::mutex& turn() { return turn_; }
+  std::mutex& call_mutex() { return call_mutex_; }
 
-  // While paused, calls are refused because the workspaces have no memory. Hold turn().
+  // While paused, calls are refused because the workspaces have no memory. Hold call_mutex().
   void pause(bool is_paused) { is_paused_ = is_paused; }
   bool is_paused() const { return is_paused_; }
 
@@ -51,7 +51,7 @@ class LaunchQueue {
     check.call.number = static_cast<uint32_t>(number);
     const uint32_t ranks = args.comm.world_size;
     Grid of_ranks{1, ranks, static_cast<uint32_t>(ranks * sizeof(CheckedCall))};
-    of_ranks.is_behind_copies = grid.is_behind_copies;
+    of_ranks.is_after_copies = grid.is_after_copies;
     launcher_.launch(check_->before, check, of_ranks, stream);
     launcher_.launch(function, args, grid, stream);
     return launcher_.launch(check_->after, check, Grid{1, 1, 0}, stream);
@@ -82,7 +82,7 @@ class LaunchQueue {
 
   Launcher& launcher_;
   std::optional<Check> check_;
-  std::mutex turn_;
+  std::mutex call_mutex_;
   bool is_paused_ = false;
   std::atomic<uint64_t> kind_ = 0;
   std::atomic<uint32_t> count_ = 0;
@@ -102,10 +102,10 @@ class PreparedLaunches final : public PreparedCall {
   using Function = typename Launcher::template Function<Args>;
 
   // `call`: complete except for count, number and buffers. `symmetric`: AlgorithmInfo::symmetric.
-  PreparedLaunches(LaunchQueue<Launcher>& queue, const Segments& segments, const Args& args, const CallSignature& call,
+  PreparedLaunches(LaunchQueue<Launcher>& queue, const Windows& windows, const Args& args, const CallSignature& call,
                    const Problem& problem, const Shape& shape, Function whole, Function last, uint32_t symmetric)
       : queue_(queue),
-        segments_(segments),
+        windows_(windows),
         args_(args),
         call_(call),
         problem_(problem),
@@ -116,15 +116,15 @@ class PreparedLaunches final : public PreparedCall {
 
   bool takes(const uint64_t* buffers) const override {
     if (symmetric_ == 0) return true;
-    if (segments_.empty()) return false;
+    if (windows_.empty()) return false;
     for (uint32_t i = 0; i < kMaxBuffers; ++i) {
-      if ((symmetric_ >> i & 1) != 0 && place_of(i, buffers) == kNoPlace) return false;
+      if ((symmetric_ >> i & 1) != 0 && symmetric_offset_of(i, buffers) == kNoSymmetricOffset) return false;
     }
     return true;
   }
 
   Outcome run(const uint64_t* buffers, uint64_t stream) override {
-    const std::lock_guard<std::mutex> turn(queue_.turn());
+    const std::lock_guard<std::mutex> lock(queue_.call_mutex());
     const HostMailbox& mailbox = *args_.comm.mailbox;
     if (queue_.is_paused() || has_failed(mailbox)) return Outcome::kFailed;
     call_.buffers = 0;
@@ -139,9 +139,9 @@ class PreparedLaunches final : public PreparedCall {
       const uint64_t taken = is_last ? units - done : launch_units;
       const Grid& grid = is_last ? shape_.last : shape_.whole;
       Operation::set_launch(args_, problem_, buffers, done, taken);
-      if constexpr (requires { args_.places; }) {
+      if constexpr (requires { args_.symmetric_offsets; }) {
         for (uint32_t i = 0, next = 0; i < kMaxBuffers; ++i) {
-          if ((symmetric_ >> i & 1) != 0) args_.places[next++] = place_of(i, buffers);
+          if ((symmetric_ >> i & 1) != 0) args_.symmetric_offsets[next++] = symmetric_offset_of(i, buffers);
         }
       }
       call_.count = static_cast<uint32_t>(taken * problem_.unit_elements());
@@ -151,7 +151,7 @@ class PreparedLaunches final : public PreparedCall {
         is_captured = queue_.launch(is_last ? last_ : whole_, args_, of, call_, taken * problem_.unit_bytes(), stream);
       };
       if constexpr (requires { Operation::grids(problem_, shape_.tiling); }) {  // several grids and copies
-        HeapCopies<Launcher> copies(queue_.launcher(), segments_, args_.places[0], buffers, stream);
+        HeapCopies<Launcher> copies(queue_.launcher(), windows_, args_.symmetric_offsets[0], buffers, stream);
         Operation::enqueue(args_, problem_, shape_.tiling, grid, launch, copies);
       } else {
         launch(grid);
@@ -163,19 +163,21 @@ class PreparedLaunches final : public PreparedCall {
  private:
   static constexpr bool kIsOutOfPlace = requires { Operation::kIsOutOfPlace; };
 
-  // Symmetric offset of a buffer that peers access in whole lines. kNoPlace for an in-place call of an operation that
-  // must be out of place.
-  uint64_t place_of([[maybe_unused]] uint32_t buffer, [[maybe_unused]] const uint64_t* buffers) const {
+  // Symmetric offset of a buffer that peers access in whole lines. kNoSymmetricOffset for an in-symmetric_offset call
+  // of an operation that must be out of symmetric_offset.
+  uint64_t symmetric_offset_of([[maybe_unused]] uint32_t buffer, [[maybe_unused]] const uint64_t* buffers) const {
     if constexpr (requires { Operation::buffer_bytes(problem_, buffer); }) {
-      if (kIsOutOfPlace && buffers[0] == buffers[1]) return kNoPlace;
-      const std::optional<Place> place = segments_.find(buffers[buffer], Operation::buffer_bytes(problem_, buffer));
-      if (place && place->offset % sizeof(Line) == 0) return place_at(place->segment, place->offset);
+      if (kIsOutOfPlace && buffers[0] == buffers[1]) return kNoSymmetricOffset;
+      const std::optional<SymmetricOffset> symmetric_offset =
+          windows_.find(buffers[buffer], Operation::buffer_bytes(problem_, buffer));
+      if (symmetric_offset && symmetric_offset->offset % sizeof(Line) == 0)
+        return symmetric_offset_at(symmetric_offset->window, symmetric_offset->offset);
     }
-    return kNoPlace;
+    return kNoSymmetricOffset;
   }
 
   LaunchQueue<Launcher>& queue_;
-  const Segments& segments_;
+  const Windows& windows_;
   Args args_;
   CallSignature call_;
   Problem problem_;

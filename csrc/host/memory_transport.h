@@ -16,7 +16,7 @@ class MemoryTransport final : public Transport {
   void signal(uint32_t, uint64_t* to, const uint64_t* values, uint32_t count) override {
     for (uint32_t i = 0; i < count; ++i) __atomic_store_n(to + i, values[i], __ATOMIC_RELEASE);
   }
-  void echo(uint32_t peer, uint64_t* to, const uint64_t* values, uint32_t count) override {
+  void notify_local_completion(uint32_t peer, uint64_t* to, const uint64_t* values, uint32_t count) override {
     signal(peer, to, values, count);
   }
   void finish() override {}

@@ -92,7 +92,7 @@ class NodeExchangeImpl final : public NodeExchange {
 
   bool run(uint64_t input, uint64_t output, const std::vector<NodePiece>& pieces, uint64_t stream) override {
     check_process();
-    const std::lock_guard<std::mutex> turn(turn_);
+    const std::lock_guard<std::mutex> lock(call_mutex_);
     if (ports_ == nullptr || is_closed_) throw std::runtime_error("the partners are not connected");
     if (pieces.size() != options_.ranks) {
       throw std::invalid_argument(std::to_string(pieces.size()) + " pieces for " + std::to_string(options_.ranks) +
@@ -119,7 +119,7 @@ class NodeExchangeImpl final : public NodeExchange {
   void set_limit(double timeout_s) override {
     if (!(timeout_s > 0)) throw std::invalid_argument("timeout_s must be positive");
     check_process();
-    const std::lock_guard<std::mutex> turn(turn_);
+    const std::lock_guard<std::mutex> lock(call_mutex_);
     args_.comm.timeout_ns = static_cast<uint64_t>(timeout_s * 1e9);
   }
 
@@ -139,7 +139,7 @@ class NodeExchangeImpl final : public NodeExchange {
 
   void close() override {
     if (!maker_.is_this()) return;
-    const std::lock_guard<std::mutex> turn(turn_);
+    const std::lock_guard<std::mutex> lock(call_mutex_);
     if (std::exchange(is_closed_, true)) return;
     device_.wait();
     if (ports_ == nullptr) return;
@@ -158,7 +158,7 @@ class NodeExchangeImpl final : public NodeExchange {
     const char* const state = memory_->on_host() + kPortsOffset;
     return __atomic_load_n(&reinterpret_cast<const PortState*>(state)->head, __ATOMIC_ACQUIRE);
   }
-  // Call before locking turn_: in a forked child a thread that does not exist there may hold the lock.
+  // Call before locking call_mutex_: in a forked child a thread that does not exist there may hold the lock.
   void check_process() const {
     if (!maker_.is_this())
       throw std::runtime_error("this exchange belongs to the process that this one was forked from");
@@ -177,10 +177,10 @@ class NodeExchangeImpl final : public NodeExchange {
   std::unique_ptr<ProxyPorts> ports_;
   std::vector<std::string> names_;
   OwnProcess maker_;
-  std::mutex turn_;          // serializes calls and what ends them
-  NodeExchangeArgs args_{};  // guarded by turn_ after connect()
+  std::mutex call_mutex_;    // serializes calls and what ends them
+  NodeExchangeArgs args_{};  // guarded by call_mutex_ after connect()
   std::atomic<bool> has_been_captured_ = false;
-  bool is_closed_ = false;  // guarded by turn_
+  bool is_closed_ = false;  // guarded by call_mutex_
 };
 
 }  // namespace llm_comm::host

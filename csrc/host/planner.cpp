@@ -10,12 +10,12 @@ const std::vector<Algorithm>& algorithms() {
     std::vector<Algorithm> found;
     Registry::for_each([&]<class A>() {
       found.push_back({&A::Operation::kInfo, &A::kInfo, &A::kTunables, types_of<A>(),
-                       [](const Problem& problem, const Choice& choice, const Limits& limits) {
+                       [](const Problem& problem, const TuningParameters& tuning, const Limits& limits) {
                          check_problem<typename A::Operation>(problem);
-                         check_bounds(A::kTunables, choice);
+                         check_bounds(A::kTunables, tuning);
                          if (limits.max_cluster == 0)
                            throw std::invalid_argument("max_cluster is 0; without clusters it is 1");
-                         return shape_of<A>(problem, A::tile(problem, choice, limits), limits);
+                         return shape_of<A>(problem, A::tile(problem, tuning, limits), limits);
                        },
                        [](const Problem& problem, const Limits& limits) {
                          check_problem<typename A::Operation>(problem);

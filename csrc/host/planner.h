@@ -16,9 +16,9 @@ struct Algorithm {
   std::vector<DataType> types;
   // Fits tuning parameters to a call. Throws std::invalid_argument if the algorithm, the workspace or the device does
   // not support them.
-  Shape (*shape)(const Problem&, const Choice&, const Limits&);
+  Shape (*shape)(const Problem&, const TuningParameters&, const Limits&);
   // Tuning parameters worth measuring, simplest first.
-  std::vector<Choice> (*candidates)(const Problem&, const Limits&);
+  std::vector<TuningParameters> (*candidates)(const Problem&, const Limits&);
 };
 
 // All algorithms by registry number: algorithms/registry.def, optional/registry.def, then the user's own lists.

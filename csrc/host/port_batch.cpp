@@ -11,7 +11,7 @@ const std::vector<PortStep>& PortBatch::steps() {
   if (sort_puts()) {
     merge_puts();
     merge_words(kPortSignal);
-    merge_words(kPortEcho);
+    merge_words(kPortLocalCompletion);
   } else {
     take_in_turn();
   }
@@ -67,7 +67,7 @@ void PortBatch::take_in_turn() {
     if ((request.parts & kPortPut) != 0 && request.bytes != 0) {
       steps_.push_back({kPortPut, request.destination, request.source, request.bytes, nullptr, 0});
     }
-    for (const uint32_t part : {kPortSignal, kPortEcho}) {
+    for (const uint32_t part : {kPortSignal, kPortLocalCompletion}) {
       if ((request.parts & part) == 0) continue;
       values_.push_back(request.value);
       steps_.push_back({part, request.word, 0, 0, &values_.back(), 1});

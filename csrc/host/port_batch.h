@@ -17,11 +17,11 @@
 namespace llm_comm::host {
 
 struct PortStep {
-  uint32_t part;           // one of kPortPut, kPortSignal, kPortEcho
-  uint64_t to;             // destination: workspace offset or heap offset; the peer's, or this rank's for kPortEcho
-  uint64_t from;           // put: source address
-  uint64_t bytes;          // put: size
-  const uint64_t* values;  // signal, echo: values of adjacent words; valid until the batch changes
+  uint32_t part;   // one of kPortPut, kPortSignal, kPortLocalCompletion
+  uint64_t to;     // destination: workspace offset or heap offset; the peer's, or this rank's for kPortLocalCompletion
+  uint64_t from;   // put: source address
+  uint64_t bytes;  // put: size
+  const uint64_t* values;  // signal, local_completion: values of adjacent words; valid until the batch changes
   uint32_t count;
 };
 

@@ -23,7 +23,7 @@ struct PortOwner {
   std::function<void()> fail;        // called when a request could not be executed; ends all waits
   // Address of `bytes` at a symmetric offset of a rank, as this process maps it; nullptr if out of range. Empty
   // function: no symmetric heap.
-  std::function<char*(uint32_t rank, uint64_t place, uint64_t bytes)> find_in_heap = {};
+  std::function<char*(uint32_t rank, uint64_t symmetric_offset, uint64_t bytes)> find_in_heap = {};
 
   // Translates a request's offset `where` (port_ring.h). nullptr if the rank does not have `bytes` there.
   char* address(uint32_t rank_of, uint64_t where, uint64_t bytes) const {

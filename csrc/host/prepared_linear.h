@@ -24,7 +24,7 @@ class PreparedLinear final : public PreparedCall {
         choice_(linear::complete(problem, choice, launcher.sm_count(), launcher.max_shared_bytes())),
         grid_(linear::grid(problem, choice_)),
         function_(
-            launcher.function(find_linear_kernel(problem.factors, problem.type, problem.epilogue,
+            launcher.function(find_linear_kernel(problem.operands, problem.type, problem.epilogue,
                                                  has_block_scales(problem), linear::token_rows(problem.tokens)))) {
     if (is_scaled() && !launcher.multiplies_fp8()) {
       throw std::invalid_argument("linear layer: FP8 needs a GPU of sm_89 or later, and a build with kernels for it");
@@ -71,12 +71,12 @@ class PreparedLinear final : public PreparedCall {
   }
 
  private:
-  bool is_scaled() const { return problem_.factors == FactorType::kFloat8; }
+  bool is_scaled() const { return problem_.operands == OperandType::kFloat8; }
 
   // Kernel parameter for a matrix of `rows` rows. It includes the TMA map, which depends on the address.
   MatrixView view(uint64_t address, uint32_t rows, uint32_t box_rows, uint32_t parts, BoxUse use) const {
     MatrixView matrix{
-        {}, reinterpret_cast<const void*>(address), rows, problem_.inputs * factor_bytes(problem_.factors)};
+        {}, reinterpret_cast<const void*>(address), rows, problem_.inputs * operand_bytes(problem_.operands)};
     launcher_.map_matrix(matrix, parts, box_rows, choice_.stage_boxes, use);
     return matrix;
   }

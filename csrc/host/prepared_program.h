@@ -21,17 +21,17 @@ class PreparedProgram final : public PreparedCall {
 
   // `comm` holds the addresses of the ranks' workspaces. Throws std::invalid_argument if `launch` does not fit the heap
   // or the device.
-  PreparedProgram(LaunchQueue<Launcher>& queue, Launcher& launcher, const Segments& segments, const DeviceComm& comm,
+  PreparedProgram(LaunchQueue<Launcher>& queue, Launcher& launcher, const Windows& windows, const DeviceComm& comm,
                   Function function, const ProgramLaunch& launch)
-      : queue_(queue), segments_(segments), launch_(launch), function_(function) {
+      : queue_(queue), windows_(windows), launch_(launch), function_(function) {
     if (launch.blocks == 0 || launch.blocks >= kArrivalsPerOperation) {
       throw std::invalid_argument("blocks is " + std::to_string(launch.blocks) + "; it must be 1 to 65535");
     }
-    static_cast<Channels&>(args_) = {comm, place_at(launch.memory.segment, launch.memory.offset), launch.memory_bytes,
-                                     place_at(launch.semaphore_words.segment, launch.semaphore_words.offset),
-                                     launch.semaphores};
+    static_cast<Channels&>(args_) = {
+        comm, symmetric_offset_at(launch.memory.window, launch.memory.offset), launch.memory_bytes,
+        symmetric_offset_at(launch.semaphore_words.window, launch.semaphore_words.offset), launch.semaphores};
     for (uint32_t i = 0; i < comm.world_size; ++i) {
-      args_.at[i] = segments.address((comm.rank + i) % comm.world_size, args_.memory, launch.memory_bytes);
+      args_.at[i] = windows.address((comm.rank + i) % comm.world_size, args_.memory, launch.memory_bytes);
       if (args_.at[i] == nullptr)
         throw std::invalid_argument("the workspace of a program is not in the symmetric heap");
     }
@@ -50,13 +50,15 @@ class PreparedProgram final : public PreparedCall {
   }
 
   Outcome run(const uint64_t* buffers, uint64_t stream) override {
-    const std::lock_guard<std::mutex> turn(queue_.turn());
+    const std::lock_guard<std::mutex> lock(queue_.call_mutex());
     const HostMailbox& mailbox = *args_.comm.mailbox;
     if (queue_.is_paused() || has_failed(mailbox)) return Outcome::kFailed;
     args_.input = reinterpret_cast<char*>(buffers[0]);
     args_.output = reinterpret_cast<char*>(buffers[1]);
-    if ((launch_.symmetric & 1) != 0) args_.input_place = place_of(buffers[0], launch_.input_bytes);
-    if ((launch_.symmetric & 2) != 0) args_.output_place = place_of(buffers[1], launch_.output_bytes);
+    if ((launch_.symmetric & 1) != 0)
+      args_.input_symmetric_offset = symmetric_offset_of(buffers[0], launch_.input_bytes);
+    if ((launch_.symmetric & 2) != 0)
+      args_.output_symmetric_offset = symmetric_offset_of(buffers[1], launch_.output_bytes);
     const CallSignature call{static_cast<uint32_t>(args_.kind),
                              static_cast<uint16_t>(launch_.type),
                              0,
@@ -70,14 +72,15 @@ class PreparedProgram final : public PreparedCall {
   }
 
  private:
-  uint64_t place_of(uint64_t address, uint64_t bytes) const {
-    const std::optional<Place> place = segments_.find(address, bytes);
-    if (!place) throw std::invalid_argument("a tensor that peers of the program use is not in symmetric memory");
-    return place_at(place->segment, place->offset);
+  uint64_t symmetric_offset_of(uint64_t address, uint64_t bytes) const {
+    const std::optional<SymmetricOffset> symmetric_offset = windows_.find(address, bytes);
+    if (!symmetric_offset)
+      throw std::invalid_argument("a tensor that peers of the program use is not in symmetric memory");
+    return symmetric_offset_at(symmetric_offset->window, symmetric_offset->offset);
   }
 
   LaunchQueue<Launcher>& queue_;
-  const Segments& segments_;
+  const Windows& windows_;
   ProgramLaunch launch_;
   Function function_;
   Grid grid_{};

@@ -14,9 +14,9 @@ constexpr uint32_t kMostOfBatch = 128;
 
 std::string in_words(uint64_t where) {
   if ((where & kInHeap) == 0) return "offset " + std::to_string(where);
-  const uint64_t place = where & ~kInHeap;
-  return "offset " + std::to_string(place & (place_at(1, 0) - 1)) + " of segment " +
-         std::to_string(place >> kPlaceOffsetBits);
+  const uint64_t symmetric_offset = where & ~kInHeap;
+  return "offset " + std::to_string(symmetric_offset & (symmetric_offset_at(1, 0) - 1)) + " of window " +
+         std::to_string(symmetric_offset >> kWindowOffsetBits);
 }
 
 }  // namespace
@@ -139,8 +139,8 @@ bool ProxyPorts::take_one() {
   const auto is_there = [&](uint32_t rank, uint64_t where, uint64_t bytes) {
     return owner_.address(rank, where, bytes) != nullptr;
   };
-  const bool has_word = (request.parts & (kPortSignal | kPortEcho)) != 0;
-  const uint32_t rank_of_word = (request.parts & kPortEcho) != 0 ? owner_.rank : request.peer;
+  const bool has_word = (request.parts & (kPortSignal | kPortLocalCompletion)) != 0;
+  const uint32_t rank_of_word = (request.parts & kPortLocalCompletion) != 0 ? owner_.rank : request.peer;
   if (request.peer >= owner_.world_size ||
       ((request.parts & kPortPut) != 0 && !is_there(request.peer, request.destination, request.bytes)) ||
       (has_word && !is_there(rank_of_word, request.word, sizeof(uint64_t)))) {
@@ -158,7 +158,7 @@ void ProxyPorts::carry_out(uint32_t peer) {
   PortBatch& batch = batches_[peer];
   if (batch.is_empty()) return;
   for (const PortStep& step : batch.steps()) {
-    const uint32_t rank = step.part == kPortEcho ? owner_.rank : peer;
+    const uint32_t rank = step.part == kPortLocalCompletion ? owner_.rank : peer;
     const uint64_t bytes = step.part == kPortPut ? step.bytes : step.count * sizeof(uint64_t);
     char* const to = owner_.address(rank, step.to, bytes);
     if (to == nullptr)
@@ -168,7 +168,7 @@ void ProxyPorts::carry_out(uint32_t peer) {
     } else if (step.part == kPortSignal) {
       transport_->signal(peer, reinterpret_cast<uint64_t*>(to), step.values, step.count);
     } else {
-      transport_->echo(peer, reinterpret_cast<uint64_t*>(to), step.values, step.count);
+      transport_->notify_local_completion(peer, reinterpret_cast<uint64_t*>(to), step.values, step.count);
     }
   }
   batch.clear();

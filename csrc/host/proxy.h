@@ -27,8 +27,8 @@ class Transport {
   // Stores values to adjacent words of the peer. A peer that sees a value also sees everything sent to it before.
   // `values` need not outlive the call.
   virtual void signal(uint32_t peer, uint64_t* to, const uint64_t* values, uint32_t count) = 0;
-  // Local completion: stores values to words of this rank once everything sent to `peer` before is complete.
-  virtual void echo(uint32_t peer, uint64_t* to, const uint64_t* values, uint32_t count) = 0;
+  // Stores values to words of this rank once everything sent to `peer` before is complete (local completion).
+  virtual void notify_local_completion(uint32_t peer, uint64_t* to, const uint64_t* values, uint32_t count) = 0;
   // Called repeatedly, with or without requests, for transports that need a thread to make progress. Returns true if
   // something advanced.
   virtual bool progress() { return false; }

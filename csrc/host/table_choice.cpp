@@ -18,8 +18,9 @@ namespace llm_comm::host {
 
 namespace {
 
-// Devices that can use each other's tables, because everything that a table depends on is equal: compute capability
-// (which kernels run), number of SMs (how many blocks run at once), and links between devices (when two hops beat one).
+// Devices that can use each other's tables. A table depends on three properties, which must be equal: compute
+// capability (which kernels run), number of SMs (how many blocks run at once), and links between devices (when two hops
+// beat one).
 // Only the driver's device name identifies the links: H800 and H100 NVL have the capability and SMs of H100 SXM, but
 // fewer or other NVLinks. H20 (78 SMs), H100 PCIe, H200 NVL, MIG instances, A100 and B200 are similar to no listed
 // device.
@@ -47,13 +48,14 @@ const NearDevice* near_device(const std::string& device) {
   return nullptr;
 }
 
-Row row(const char* operation, uint64_t up_to, const char* algorithm, const char* protocol, const Choice& choice) {
+Row row(const char* operation, uint64_t up_to, const char* algorithm, const char* protocol,
+        const TuningParameters& tuning) {
   const auto& all = algorithms();
   for (uint32_t number = 0; number < all.size(); ++number) {
     if (all[number].operation->name == std::string_view(operation) &&
         all[number].info->name == std::string_view(algorithm) &&
         all[number].info->protocol == std::string_view(protocol)) {
-      return {operation, up_to, number, choice};
+      return {operation, up_to, number, tuning};
     }
   }
   throw std::logic_error(std::string("no algorithm ") + algorithm + " of " + operation);
@@ -74,7 +76,7 @@ std::optional<std::string> home() {
   return found->pw_dir;
 }
 
-// Table of devices without one. It has rows of all_reduce only; rows_of_parts() covers all_gather and reduce_scatter.
+// Table of devices without one. It has rows of all_reduce only; rows_of_shards() covers all_gather and reduce_scatter.
 //
 // One-shot sends (N-1) * bytes in one hop, two-shot 2 * (N-1)/N * bytes in two. By the H200 tables they break even near
 // 400 KiB / (N-1), which reflects the latency of an NVLink hop. Tiles and grids are the H200's too.
@@ -239,7 +241,7 @@ std::string table_file_name(const std::string& device, uint32_t world) {
 
 // Measured on two H200, where LL is faster up to 24 MiB, about one launch there. With more ranks each has a smaller
 // share of a slot: with six, shards of 4 MiB take one launch.
-std::vector<Row> rows_of_parts(const std::string& operation, uint32_t sm_count) {
+std::vector<Row> rows_of_shards(const std::string& operation, uint32_t sm_count) {
   const uint32_t sms = std::max(1u, sm_count);
   const char* const name = operation.c_str();
   return {row(name, 64 * kKiB, "one_shot", "LL", {.blocks = sms, .tile_lines = 32}),

@@ -42,6 +42,6 @@ inline constexpr const char* kTableSuffix = ".format1.yaml";
 std::string table_file_name(const std::string& device, uint32_t world);
 
 // Rows for all_gather or reduce_scatter, for tables without such rows.
-std::vector<Row> rows_of_parts(const std::string& operation, uint32_t sm_count);
+std::vector<Row> rows_of_shards(const std::string& operation, uint32_t sm_count);
 
 }  // namespace llm_comm::host

@@ -175,16 +175,16 @@ Row row_of_program(const Node& node) {
     return static_cast<uint32_t>(number(node, name, 1, most, valid));
   };
   Row row{operation.word, size(node), 0, {}, node.find("algorithm")->word};
-  row.choice.blocks = tunable("blocks", kMaxProgramBlocks);
-  row.choice.threads = tunable("threads", kMaxBlockThreads);
+  row.tuning.blocks = tunable("blocks", kMaxProgramBlocks);
+  row.tuning.threads = tunable("threads", kMaxBlockThreads);
   return row;
 }
 
-uint32_t& field_of(Choice& choice, std::string_view tunable) {
-  if (tunable == "blocks") return choice.blocks;
-  if (tunable == "threads") return choice.threads;
-  if (tunable == "tile_lines") return choice.tile_lines;
-  return tunable == "cluster" ? choice.cluster : choice.depth;
+uint32_t& field_of(TuningParameters& tuning, std::string_view tunable) {
+  if (tunable == "blocks") return tuning.blocks;
+  if (tunable == "threads") return tuning.threads;
+  if (tunable == "tile_lines") return tuning.tile_lines;
+  return tunable == "cluster" ? tuning.cluster : tuning.depth;
 }
 
 Row row_of_algorithm(const Node& node) {
@@ -218,7 +218,7 @@ Row row_of_algorithm(const Node& node) {
         std::to_string(one.min) + " to " + std::to_string(one.max) + (one.is_power_of_two ? ", a power of two" : "");
     const uint64_t value = number(node, one.name, one.min, one.max, valid);
     if (one.is_power_of_two && (value & (value - 1)) != 0) refuse(one.name, *node.find(one.name), valid);
-    field_of(row.choice, one.name) = static_cast<uint32_t>(value);
+    field_of(row.tuning, one.name) = static_cast<uint32_t>(value);
   }
   return row;
 }
@@ -232,20 +232,20 @@ Row read_row(const Node& node) {
 }
 
 // Group of a row and its size. Rows of one group must be sorted by size.
-struct Place {
+struct RowKey {
   std::string of;
   uint64_t up_to;
   bool may_repeat = false;  // another row of the same size may follow
 };
 
-Place place_of(const Row& row) {
+RowKey row_key_of(const Row& row) {
   if (!row.program.empty()) return {row.operation + " by programs", row.up_to};
   const AlgorithmInfo& info = *algorithms()[row.algorithm].info;
   // A row of a switch algorithm may be followed by one of the same size, for systems without multicast.
-  return {row.operation + (info.symmetric != 0 ? " of symmetric tensors" : ""), row.up_to, info.by_switch};
+  return {row.operation + (info.symmetric != 0 ? " of symmetric tensors" : ""), row.up_to, info.uses_multimem};
 }
 
-Place check_layer(const Node& node) {
+RowKey check_layer(const Node& node) {
   check_keys(node, {"operation", "outputs", "inputs", "pdl", "up_to", "is_faster"},
              {"block_outputs", "stages", "stage_boxes", "us", "cublas_us"});
   const Names of_fp8{"linear_fp8", "linear_silu_and_mul_fp8", "linear_fp8_blocks", "linear_silu_and_mul_fp8_blocks"};
@@ -261,7 +261,7 @@ Place check_layer(const Node& node) {
   };
   const std::string outputs = features("outputs", linear::kMultiple);
   const std::string inputs = features(
-      "inputs", is_among(operation, of_fp8) ? linear::inputs_multiple(FactorType::kFloat8) : linear::kMultiple);
+      "inputs", is_among(operation, of_fp8) ? linear::inputs_multiple(OperandType::kFloat8) : linear::kMultiple);
   const std::string with_pdl = truth(node, "pdl") ? " with pdl" : " without pdl";
   const uint64_t up_to =
       number(node, "up_to", 1, linear::kMaxTokens, "a number of tokens, 1 to " + std::to_string(linear::kMaxTokens));
@@ -273,7 +273,7 @@ Place check_layer(const Node& node) {
   return {operation + " of " + outputs + " outputs and " + inputs + " inputs" + with_pdl, up_to};
 }
 
-Place check_row_of_nodes(const Node& node) {
+RowKey check_row_of_nodes(const Node& node) {
   check_keys(node, {"nodes", "up_to", "exchange", "chunk_bytes", "is_faster"}, {"us", "nccl_us"});
   const uint64_t nodes = number(node, "nodes", 2, kMaxNodes, "a number of at least 2");
   const uint64_t up_to = number(node, "up_to", 1, kMaxNodeBytes, "a number of bytes above 0");
@@ -290,7 +290,7 @@ Place check_row_of_nodes(const Node& node) {
 // Reads the list under a key. Errors name the kind, number and line of the row.
 template <class Read>
 void read_rows(const Node& content, const char* key, const std::string& kind, const char* unit, Read read) {
-  std::map<std::string, Place> before;
+  std::map<std::string, RowKey> before;
   const Node* const list = content.find(key);
   if (list == nullptr || list->is_null()) return;
   if (list->kind != Node::Kind::kList) refuse(key, *list, "a list of rows");
@@ -298,14 +298,14 @@ void read_rows(const Node& content, const char* key, const std::string& kind, co
     const Node& item = list->items[i];
     try {
       if (item.kind != Node::Kind::kMapping) throw FileError("it must be 'key: value' pairs");
-      const Place place = read(item);
-      const auto found = before.find(place.of);
+      const RowKey row = read(item);
+      const auto found = before.find(row.of);
       const uint64_t least = found == before.end() ? 0 : found->second.up_to + (found->second.may_repeat ? 0 : 1);
-      if (place.up_to < least) {
-        throw FileError("rows of " + place.of + " must be sorted by up_to, in " + unit + "; the one before says " +
+      if (row.up_to < least) {
+        throw FileError("rows of " + row.of + " must be sorted by up_to, in " + unit + "; the one before says " +
                         std::to_string(found->second.up_to));
       }
-      before.insert_or_assign(place.of, place);
+      before.insert_or_assign(row.of, row);
     } catch (const FileError& error) {
       throw FileError(kind + " " + std::to_string(i + 1) + ", " + shown(item) + ": " + error.bare,
                       error.line == 0 ? item.line : error.line);
@@ -362,7 +362,7 @@ Table parse_table(const std::string& name, std::string_view text) {
   check_multicast(content.find("multicast"));
   read_rows(content, "rows", "row", "bytes", [&](const Node& node) {
     table.rows.push_back(read_row(node));
-    return place_of(table.rows.back());
+    return row_key_of(table.rows.back());
   });
   if (table.rows.empty()) throw FileError("no rows");
   read_rows(content, "layers", "layer", "tokens", check_layer);

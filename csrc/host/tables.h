@@ -21,9 +21,9 @@ struct Row {
   std::string operation;
   uint64_t up_to;
   uint32_t algorithm;  // registry number; 0 for a DSL kernel
-  Choice choice;
+  TuningParameters tuning;
   std::string program = {};  // DSL kernel, "dsl:NAME"; else empty
-  // Measured times, for readers of the table; null if absent. The choice does not depend on them.
+  // Measured times, for readers of the table; null if absent. The selection does not depend on them.
   Node us = {};
   Node runner_up = {};
 };

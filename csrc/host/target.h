@@ -13,7 +13,7 @@
 #include "algorithms/linear/args.h"
 #include "host/copy.h"
 #include "host/core.h"
-#include "host/segments.h"
+#include "host/windows.h"
 #include "llm_comm/program.cuh"
 
 namespace llm_comm::host {
@@ -62,12 +62,12 @@ concept TargetMemory = requires(M memory, const WorkspaceLayout& layout, const W
 
 // Side stream for copies that overlap the launches. At most one exists per stream.
 template <class B>
-concept CopiesBeside = requires(B beside, const std::vector<Copy>& copies, uint32_t number) {
-  beside.follow();      // later copies wait for all launches so far
-  beside.copy(copies);  // in order with earlier copies; copies marked is_stored are treated alike
-  beside.mark(number);
-  beside.hold(number);  // later launches wait for the copies enqueued before mark(number)
-  beside.join();        // later launches wait for all copies
+concept SideStreamCopies = requires(B side_stream, const std::vector<Copy>& copies, uint32_t number) {
+  side_stream.follow();      // later copies wait for all launches so far
+  side_stream.copy(copies);  // in order with earlier copies; copies marked is_stored are treated alike
+  side_stream.record_event(number);
+  side_stream.wait_event(number);  // later launches wait for the copies enqueued before record_event(number)
+  side_stream.join();              // later launches wait for all copies
 };
 
 // Starts kernels. `Function<Args>` is the handle of a kernel void(Args).
@@ -83,9 +83,9 @@ concept TargetLauncher =
 
       // Returns whether a graph captures the launch.
       { launcher.launch(function, args, grid, stream) } -> std::same_as<bool>;
-      // Enqueues copies after all launches, in any order among themselves.
+      // Enqueues copies after every earlier launch, in any order among themselves.
       launcher.copy(copies, stream);
-      { launcher.beside(stream) } -> CopiesBeside;
+      { launcher.side_stream(stream) } -> SideStreamCopies;
 
       // Device properties. max_cluster_blocks() is 1 on devices without clusters.
       { launcher.sm_count() } -> std::same_as<uint32_t>;

@@ -23,12 +23,12 @@ constexpr std::chrono::milliseconds kLongestPause(1000);
 
 }  // namespace
 
-Bootstrap::Bootstrap(const MeetingPlace& place, int rank, int world, double limit_s)
-    : rank_(rank), world_(world), limit_s_(limit_s), secret_(place.secret) {
+Bootstrap::Bootstrap(const HubAddress& hub_address, int rank, int world, double limit_s)
+    : rank_(rank), world_(world), limit_s_(limit_s), secret_(hub_address.secret) {
   const Deadline deadline(limit_s);
-  const std::string where = "meeting of the ranks at " + describe(place.address);
+  const std::string where = "hub of the ranks at " + describe(hub_address.address);
   std::string objection;
-  for (auto pause = kFirstPause; !say_hello(place, where, deadline, objection);
+  for (auto pause = kFirstPause; !say_hello(hub_address, where, deadline, objection);
        pause = std::min(2 * pause, kLongestPause)) {
     if (deadline.is_over()) throw Failure(ncclRemoteError, where + ": no answer in time, at last: " + objection);
     std::this_thread::sleep_for(pause);
@@ -38,12 +38,13 @@ Bootstrap::Bootstrap(const MeetingPlace& place, int rank, int world, double limi
   if (welcome.has_real_id != 0) real_id_ = welcome.real_id;
 }
 
-bool Bootstrap::say_hello(const MeetingPlace& place, const std::string& where, const Deadline& deadline,
+bool Bootstrap::say_hello(const HubAddress& hub_address, const std::string& where, const Deadline& deadline,
                           std::string& objection) {
-  socket_ = Descriptor(::socket(place.address.ss_family, SOCK_STREAM | SOCK_CLOEXEC | SOCK_NONBLOCK, 0));
+  socket_ = Descriptor(::socket(hub_address.address.ss_family, SOCK_STREAM | SOCK_CLOEXEC | SOCK_NONBLOCK, 0));
   if (!socket_) fail_with_errno("socket");
   int error = 0;
-  if (connect(socket_.fd(), reinterpret_cast<const sockaddr*>(&place.address), length_of(place.address)) != 0) {
+  if (connect(socket_.fd(), reinterpret_cast<const sockaddr*>(&hub_address.address), length_of(hub_address.address)) !=
+      0) {
     error = errno;
     if (error == EINPROGRESS) {
       wait_until_ready(socket_.fd(), POLLOUT, deadline, where.c_str());
@@ -59,7 +60,7 @@ bool Bootstrap::say_hello(const MeetingPlace& place, const std::string& where, c
   }
   const int on = 1;
   setsockopt(socket_.fd(), IPPROTO_TCP, TCP_NODELAY, &on, sizeof(on));
-  const Hello hello{Hello::kMagic, place.secret, static_cast<uint32_t>(rank_), static_cast<uint32_t>(world_)};
+  const Hello hello{Hello::kMagic, hub_address.secret, static_cast<uint32_t>(rank_), static_cast<uint32_t>(world_)};
   Answer answer{};
   try {
     send_all(socket_.fd(), &hello, sizeof(hello), deadline, where.c_str());
@@ -70,7 +71,7 @@ bool Bootstrap::say_hello(const MeetingPlace& place, const std::string& where, c
     return false;
   }
   if (answer == Answer::kKnown) return true;
-  if (answer == Answer::kNoPlaceFor) {
+  if (answer == Answer::kRejected) {
     throw Failure(ncclInvalidUsage, where + ": rank " + std::to_string(rank_) + " of " + std::to_string(world_) +
                                         " has come before, or other ranks say another number of ranks");
   }

@@ -15,7 +15,7 @@ class Bootstrap {
  public:
   // Returns when all ranks have connected. Throws Failure if they do not within the limit. A hub that is flooded by
   // others may drop an unknown connection, so the rank repeats its hello until the hub answers.
-  Bootstrap(const MeetingPlace& place, int rank, int world, double limit_s);
+  Bootstrap(const HubAddress& hub_address, int rank, int world, double limit_s);
 
   int rank() const { return rank_; }
   int world() const { return world_; }
@@ -49,7 +49,8 @@ class Bootstrap {
 
  private:
   // Returns true if the hub accepts this rank. If it did not answer, `objection` says why.
-  bool say_hello(const MeetingPlace& place, const std::string& where, const Deadline& deadline, std::string& objection);
+  bool say_hello(const HubAddress& hub_address, const std::string& where, const Deadline& deadline,
+                 std::string& objection);
   std::vector<std::string> exchange_until(const Deadline& deadline, std::string_view message);
   void agree(const char* what, std::string objection);
 

@@ -34,7 +34,7 @@ std::string describe(const host::OperationError& error) {
 }
 
 std::string describe(const Message& message) {
-  return std::string(name_of(message.operation)) + " of " + std::to_string(message.part_bytes()) + " bytes, type " +
+  return std::string(name_of(message.operation)) + " of " + std::to_string(message.shard_bytes()) + " bytes, type " +
          std::to_string(message.type);
 }
 
@@ -63,10 +63,10 @@ size_t Communicator::MessageHash::operator()(const Message& message) const {
   return std::hash<uint64_t>()(message.count * 0x9e3779b97f4a7c15u ^ small);
 }
 
-std::shared_ptr<Communicator> Communicator::connect(const MeetingPlace& place, int rank, int world, int device,
+std::shared_ptr<Communicator> Communicator::connect(const HubAddress& hub_address, int rank, int world, int device,
                                                     const Options& options) {
   std::shared_ptr<Communicator> made(
-      new Communicator(Bootstrap(place, rank, world, options.timeout_s), device, options));
+      new Communicator(Bootstrap(hub_address, rank, world, options.timeout_s), device, options));
   made->set_up(made->real_id().has_value());
   return made;
 }
@@ -92,7 +92,7 @@ std::shared_ptr<Communicator> Communicator::split(int color, int key) {
       const ncclUniqueId id = to_id(open_hub(std::nullopt, options_.timeout_s));
       invitation.assign(id.internal, sizeof(id.internal));
     } catch (const Failure& failure) {
-      warn(std::string("no meeting place for a split communicator: ") + failure.what());
+      warn(std::string("no hub for a split communicator: ") + failure.what());
     }
   }
   const std::vector<std::string> invitations = bootstrap_.exchange(invitation);
@@ -100,13 +100,12 @@ std::shared_ptr<Communicator> Communicator::split(int color, int key) {
   const std::string& ours = invitations[static_cast<size_t>(members.front().second)];
   ncclUniqueId id{};
   if (ours.size() == sizeof(id.internal)) std::copy(ours.begin(), ours.end(), id.internal);
-  const auto place = from_id(id);
-  if (!place)
-    throw Failure(ncclSystemError, "rank " + std::to_string(members.front().second) + " made no meeting place");
+  const auto hub_address = from_id(id);
+  if (!hub_address) throw Failure(ncclSystemError, "rank " + std::to_string(members.front().second) + " opened no hub");
   const auto at = std::find_if(members.begin(), members.end(), [&](const auto& one) { return one.second == rank(); });
   const int new_rank = static_cast<int>(at - members.begin());
   std::shared_ptr<Communicator> made(new Communicator(
-      Bootstrap(*place, new_rank, static_cast<int>(members.size()), options_.timeout_s), device_, options_));
+      Bootstrap(*hub_address, new_rank, static_cast<int>(members.size()), options_.timeout_s), device_, options_));
   made->set_up(uses_real_library_);
   return made;
 }
@@ -216,7 +215,7 @@ void Communicator::run(const Message& message, const void* send, void* recv, uin
   const ncclResult_t before = async_error(text);
   if (before != ncclSuccess) throw Failure(before, text);
   if (world() == 1) {
-    if (send != recv) copy(recv, send, message.part_bytes(), stream);
+    if (send != recv) copy(recv, send, message.shard_bytes(), stream);
     return;
   }
   const std::shared_ptr<Prepared> one = prepared(message);
@@ -228,7 +227,7 @@ void Communicator::run(const Message& message, const void* send, void* recv, uin
       const std::lock_guard<std::mutex> lock(mutex_);
       const Plan& plan = *one->decision.plan;
       if (one->call == nullptr) {
-        run_beside_captures([&] { one->call = core_->prepare(plan.algorithm, plan.problem, plan.tiling); });
+        run_in_relaxed_capture_mode([&] { one->call = core_->prepare(plan.algorithm, plan.problem, plan.tiling); });
       }
     }
     if (one->call->run(buffers, stream) != host::Outcome::kFailed) return;

@@ -21,7 +21,7 @@ namespace llm_comm::nccl {
 class Communicator {
  public:
   // Collective; succeeds or fails on all ranks alike. `device`: the current one. Throws Failure.
-  static std::shared_ptr<Communicator> connect(const MeetingPlace& place, int rank, int world, int device,
+  static std::shared_ptr<Communicator> connect(const HubAddress& hub_address, int rank, int world, int device,
                                                const Options& options);
   // Serializes set-ups over this communicator's ranks: concurrent ones would mix up their messages. Held until the lock
   // is released.

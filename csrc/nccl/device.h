@@ -45,7 +45,7 @@ class CurrentDevice {
 };
 
 // Runs `step` so that its device calls neither join nor invalidate a stream capture.
-void run_beside_captures(const std::function<void()>& step);
+void run_in_relaxed_capture_mode(const std::function<void()>& step);
 
 // Enqueues a copy on the stream.
 void copy(void* to, const void* from, size_t bytes, uint64_t stream);

@@ -11,6 +11,6 @@ namespace llm_comm::nccl {
 
 // Opens a hub. Its thread ends with the last rank's connection. `real_id`: sent to all ranks. `limit_s`: time within
 // which all ranks must connect after the first one. Throws Failure.
-MeetingPlace open_hub(const std::optional<ncclUniqueId>& real_id, double limit_s);
+HubAddress open_hub(const std::optional<ncclUniqueId>& real_id, double limit_s);
 
 }  // namespace llm_comm::nccl

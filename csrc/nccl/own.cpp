@@ -108,15 +108,15 @@ ncclResult_t init(ncclComm_t* out, int world, const ncclUniqueId& id, int rank, 
   require(out != nullptr, "ncclCommInitRank: no place for the communicator");
   require(world > 0 && rank >= 0 && rank < world && static_cast<uint32_t>(world) <= kMaxRanks,
           "rank " + std::to_string(rank) + " of " + std::to_string(world));
-  const auto place = from_id(id);
+  const auto hub_address = from_id(id);
   Job job = [=, config = ConfigCopy(config)]() mutable {
     *out = nullptr;
     // The id was made by another library's ncclGetUniqueId(), so the real library handles it.
-    if (!place) {
+    if (!hub_address) {
       *out = init_real(world, id, rank, config);
       return ncclSuccess;
     }
-    auto communicator = Communicator::connect(*place, rank, world, device, options_of_process());
+    auto communicator = Communicator::connect(*hub_address, rank, world, device, options_of_process());
     ncclComm_t of_real = nullptr;
     if (communicator->uses_real_library()) of_real = init_real(world, *communicator->real_id(), rank, config);
     return enter(out, of_real, std::move(communicator));

@@ -4,7 +4,7 @@
 #include <sstream>
 #include <stdexcept>
 
-#include "algorithms/parts.h"
+#include "algorithms/shards.h"
 #include "host/planner.h"
 #include "host/yaml.h"
 #include "nccl/failure.h"
@@ -56,7 +56,7 @@ bool can_run(const Row& row) {
   const host::Algorithm& algorithm = host::algorithms()[row.algorithm];
   const bool is_served =
       row.operation == "all_reduce" || row.operation == "all_gather" || row.operation == "reduce_scatter";
-  return is_served && row.program.empty() && algorithm.info->symmetric == 0 && !algorithm.info->by_switch;
+  return is_served && row.program.empty() && algorithm.info->symmetric == 0 && !algorithm.info->uses_multimem;
 }
 
 }  // namespace
@@ -82,9 +82,9 @@ std::string digest_of(const Table& table) {
   std::ostringstream text;
   text << table.max_message_bytes;
   for (const Row& row : table.rows) {
-    const Choice& choice = row.choice;
-    text << '|' << row.operation << ' ' << row.up_to << ' ' << row.algorithm << ' ' << choice.blocks << ' '
-         << choice.threads << ' ' << choice.tile_lines << ' ' << choice.depth;
+    const TuningParameters& tuning = row.tuning;
+    text << '|' << row.operation << ' ' << row.up_to << ' ' << row.algorithm << ' ' << tuning.blocks << ' '
+         << tuning.threads << ' ' << tuning.tile_lines << ' ' << tuning.depth;
   }
   // FNV-1a is sufficient: ranks compare their own choices, not data of an adversary.
   uint64_t hash = 14695981039346656037u;
@@ -92,7 +92,7 @@ std::string digest_of(const Table& table) {
   return table.name + " " + std::to_string(hash);
 }
 
-uint64_t Message::part_bytes() const { return count * bytes_of(type); }
+uint64_t Message::shard_bytes() const { return count * bytes_of(type); }
 
 const char* name_of(Operation operation) {
   switch (operation) {
@@ -126,7 +126,7 @@ Decision Selection::decide(const Message& message) const {
   } else {
     problem.count *= bytes_of(message.type);
   }
-  const uint64_t bytes = message.part_bytes();
+  const uint64_t bytes = message.shard_bytes();
   if (bytes > table_.max_message_bytes && !serves_all_) return forwarded("larger than " + table_.name + " goes");
   if (message.operation == Operation::kBroadcast && bytes * (world_ - 1) > max_broadcast_bytes(world_) &&
       !serves_all_) {
@@ -135,8 +135,8 @@ Decision Selection::decide(const Message& message) const {
   if (message.operation != Operation::kAllReduce) {
     problem.parameter[kRows] = 1;
     for (uint32_t rank = 0; rank < world_; ++rank) {
-      const bool has_part = message.operation != Operation::kBroadcast || static_cast<int>(rank) == message.root;
-      problem.parameter[kFirstSize + rank] = has_part ? static_cast<double>(problem.count) : 0;
+      const bool has_shard = message.operation != Operation::kBroadcast || static_cast<int>(rank) == message.root;
+      problem.parameter[kFirstSize + rank] = has_shard ? static_cast<double>(problem.count) : 0;
     }
   }
   const auto chosen = choose(registered(message.operation), problem, bytes);
@@ -168,13 +168,13 @@ std::vector<Row> Selection::rows_of(const std::string& operation) const {
   for (const Row& row : table_.rows) {
     if (row.operation == operation) rows.push_back(row);
   }
-  if (rows.empty() && operation != "all_reduce") rows = host::rows_of_parts(operation, limits_.sm_count);
+  if (rows.empty() && operation != "all_reduce") rows = host::rows_of_shards(operation, limits_.sm_count);
   return rows;
 }
 
 // Rule of llm_comm/planning/selection.py for a communicator with default options.
-std::optional<std::pair<uint32_t, Choice>> Selection::choose(const std::string& operation, const Problem& problem,
-                                                             uint64_t bytes) const {
+std::optional<std::pair<uint32_t, TuningParameters>> Selection::choose(const std::string& operation,
+                                                                       const Problem& problem, uint64_t bytes) const {
   const auto& all = host::algorithms();
   const auto has_type = [&](const host::Algorithm& algorithm) {
     return std::find(algorithm.types.begin(), algorithm.types.end(), problem.type) != algorithm.types.end();
@@ -183,7 +183,7 @@ std::optional<std::pair<uint32_t, Choice>> Selection::choose(const std::string& 
   const auto row = std::find_if(rows.begin(), rows.end(), [&](const Row& one) { return bytes <= one.up_to; });
   if (!rows.empty()) {
     const Row& of_size = row == rows.end() ? rows.back() : *row;
-    if (has_type(all[of_size.algorithm])) return std::pair(of_size.algorithm, of_size.choice);
+    if (has_type(all[of_size.algorithm])) return std::pair(of_size.algorithm, of_size.tuning);
   }
   for (uint32_t number = 0; number < all.size(); ++number) {
     if (!needs_no_row(all[number], operation) || !has_type(all[number])) continue;

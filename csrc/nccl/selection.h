@@ -34,7 +34,7 @@ struct Message {
   int root = 0;
 
   bool operator==(const Message&) const = default;
-  uint64_t part_bytes() const;
+  uint64_t shard_bytes() const;
 };
 
 const char* name_of(Operation operation);
@@ -65,8 +65,8 @@ class Selection {
   // Rows of the table for an operation. If it has none: the default rows; for all_reduce an empty list.
   std::vector<Row> rows_of(const std::string& operation) const;
   // Registry number and tuning parameters; empty if no algorithm supports the message.
-  std::optional<std::pair<uint32_t, Choice>> choose(const std::string& operation, const Problem& problem,
-                                                    uint64_t bytes) const;
+  std::optional<std::pair<uint32_t, TuningParameters>> choose(const std::string& operation, const Problem& problem,
+                                                              uint64_t bytes) const;
 
   Table table_;
   uint32_t world_;

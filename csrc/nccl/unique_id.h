@@ -14,14 +14,14 @@ namespace llm_comm::nccl {
 
 using Secret = std::array<unsigned char, 32>;
 
-struct MeetingPlace {
+struct HubAddress {
   sockaddr_storage address;
   Secret secret;
 };
 
-ncclUniqueId to_id(const MeetingPlace& place);
+ncclUniqueId to_id(const HubAddress& hub_address);
 // Empty if the id was made by another library or holds no address.
-std::optional<MeetingPlace> from_id(const ncclUniqueId& id);
+std::optional<HubAddress> from_id(const ncclUniqueId& id);
 
 // First message of a rank.
 struct Hello {
@@ -34,12 +34,12 @@ struct Hello {
 
 // The hub's immediate answer to a Hello, one byte. A rank that is disconnected without an answer repeats its hello.
 enum class Answer : char {
-  kKnown = '+',       // accepted; the hub keeps this connection until the rank closes it
-  kUnknown = '?',     // other secret, or other version of this library
-  kNoPlaceFor = '-',  // this rank is connected already, or gave another number of ranks
+  kKnown = '+',     // accepted; the hub keeps this connection until the rank closes it
+  kUnknown = '?',   // other secret, or other version of this library
+  kRejected = '-',  // this rank is connected already, or gave another number of ranks
 };
 
-// The hub's second answer, after all ranks have connected.
+// The hub's second answer, sent when every rank has connected.
 struct Welcome {
   uint64_t has_real_id;
   ncclUniqueId real_id;

@@ -21,17 +21,17 @@
 
 #include "algorithms/step_pipeline.cuh"
 #include "llm_comm/switch_channel.cuh"
-#include "optional/by_switch.h"
+#include "optional/multimem.h"
 
 namespace llm_comm::inline LLM_COMM_TARGET {
 
-// Buffers in one half of the staging memory, 2 * depth of them in turn: [turn][block][part][line]. With several `Parts`
-// (shards) each rank owns one; a single part belongs to all ranks.
+// Buffers in one half of the staging memory, 2 * depth stages, used round-robin: [stage][block][part][line]. With
+// several `Parts` (shards) each rank owns one; a single part belongs to all ranks.
 template <int Parts>
 class SwitchBuffers {
  public:
   LLM_COMM_DEVICE SwitchBuffers(const DeviceComm& comm, uint32_t block, uint32_t chunk_lines, uint32_t depth)
-      : comm_(comm), channel_(comm), block_(block), chunk_lines_(chunk_lines), turns_(2 * depth) {}
+      : comm_(comm), channel_(comm), block_(block), chunk_lines_(chunk_lines), stages_(2 * depth) {}
 
   LLM_COMM_DEVICE const Line* from(uint32_t hop, uint32_t t, uint32_t part) const { return of(hop, t, part); }
 
@@ -67,15 +67,15 @@ class SwitchBuffers {
 
   // Buffer for chunk t of a part in this rank's memory.
   LLM_COMM_DEVICE Line* of(uint32_t hop, uint32_t t, uint32_t part) const {
-    const uint64_t place = (uint64_t{t % turns_} * block_count() + block_) * Parts + part;
-    return staging_of(comm_, comm_.rank, hop) + place * chunk_lines_;
+    const uint64_t buffer = (uint64_t{t % stages_} * block_count() + block_) * Parts + part;
+    return staging_of(comm_, comm_.rank, hop) + buffer * chunk_lines_;
   }
 
   const DeviceComm& comm_;
   SwitchChannel channel_;
   uint32_t block_;
   uint32_t chunk_lines_;
-  uint32_t turns_;
+  uint32_t stages_;
 };
 
 template <class Algorithm>
@@ -84,20 +84,20 @@ struct ChunkedBySwitch : Chunked<Algorithm> {
   static constexpr uint64_t senders(uint64_t world) { return world; }
 
   // Default for algorithms whose shards have the size of a launch.
-  static constexpr uint64_t part_lines(const Problem& problem, uint64_t units) {
+  static constexpr uint64_t shard_lines(const Problem& problem, uint64_t units) {
     return divide_up(units * element_bytes(problem.type), sizeof(Line));
   }
 
   static Grid grid(const Problem& problem, const Tiling& tiling, uint64_t units, const Limits& limits) {
-    check_switch(limits);
+    check_multimem(limits);
     return Chunked<Algorithm>::grid(problem, tiling, units, limits);
   }
 
   // Engines change to such algorithms from 0.5 MiB on. Below 1 MiB, where no HB algorithm is a candidate, chunks are
   // small.
-  static std::vector<Choice> candidates(const Problem& problem, const Limits& limits) {
+  static std::vector<TuningParameters> candidates(const Problem& problem, const Limits& limits) {
     constexpr uint64_t kFewestBytes = 64 << 10;
-    std::vector<Choice> found = Chunked<Algorithm>::candidates(problem, limits);
+    std::vector<TuningParameters> found = Chunked<Algorithm>::candidates(problem, limits);
     if (!found.empty() || problem.bytes() < kFewestBytes) return found;
     const uint32_t sms = limits.multiprocessors();
     for (uint32_t blocks : up_to(Algorithm::kTunables.max("blocks"), {sms / 2, sms})) {

@@ -35,9 +35,9 @@ LinearProblem linear_problem(uint32_t tokens, uint32_t inputs, uint32_t outputs,
                              const std::string& epilogue, const LayerScales& scales,
                              const ScaleStrides& x_scale_strides) {
   const DataType type = data_type_at(data_type);
-  LinearProblem problem{tokens, inputs, outputs, factors_of_type(type), type, epilogue_of_name(epilogue)};
+  LinearProblem problem{tokens, inputs, outputs, operands_of_type(type), type, epilogue_of_name(epilogue)};
   if (scales) {
-    problem.factors = FactorType::kFloat8;
+    problem.operands = OperandType::kFloat8;
     problem.x_scale = scale_of(scales->first);
     problem.weight_scale = scale_of(scales->second);
   }
@@ -53,7 +53,7 @@ void add_linear(py::module_& module) {
   module.attr("linear_max_tokens") = linear::kMaxTokens;
   module.attr("linear_max_many_tokens") = linear::kMaxManyTokens;
   module.attr("linear_multiple") = linear::kMultiple;
-  module.attr("linear_fp8_multiple") = linear::inputs_multiple(FactorType::kFloat8);
+  module.attr("linear_fp8_multiple") = linear::inputs_multiple(OperandType::kFloat8);
   module.attr("linear_max_features") = linear::kMaxFeatures;
   module.attr("SCALE_OF_TENSOR") = static_cast<uint32_t>(ScaleOf::kTensor);
   module.attr("SCALE_OF_ROW") = static_cast<uint32_t>(ScaleOf::kRow);

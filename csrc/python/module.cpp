@@ -52,7 +52,7 @@ PYBIND11_MODULE(_core, module) {
   py::dict switches;  // variables that can forbid NVLink multicast, with the usual value for that
   for (const MulticastSwitch& one : kMulticastSwitches) switches[one.variable] = one.off;
   module.attr("multicast_switches") = switches;
-  module.attr("max_segments") = llm_comm::kMaxSegments;
+  module.attr("max_windows") = llm_comm::kMaxWindows;
 
   py::class_<CoreOptions>(module, "CoreOptions")
       .def(py::init([](int rank, int world_size, uint64_t slot_bytes, double timeout_s, bool dependent_launch,
@@ -108,14 +108,16 @@ PYBIND11_MODULE(_core, module) {
 
   py::class_<llm_comm::python::Loan>(module, "Loan").def("has_ended", &llm_comm::python::Loan::has_ended);
 
-  py::class_<Tally, std::shared_ptr<Tally>>(module, "Tally")
+  py::class_<CallStatistics, std::shared_ptr<CallStatistics>>(module, "CallStatistics")
       .def(py::init<>())
-      .def_property_readonly("calls", [](const Tally& tally) { return tally.calls.load(); })
-      .def_property_readonly("bytes", [](const Tally& tally) { return tally.bytes.load(); })
-      .def_property_readonly("captured_calls", [](const Tally& tally) { return tally.captured_calls.load(); })
-      .def_property_readonly("captured_bytes", [](const Tally& tally) { return tally.captured_bytes.load(); });
+      .def_property_readonly("calls", [](const CallStatistics& statistics) { return statistics.calls.load(); })
+      .def_property_readonly("bytes", [](const CallStatistics& statistics) { return statistics.bytes.load(); })
+      .def_property_readonly("captured_calls",
+                             [](const CallStatistics& statistics) { return statistics.captured_calls.load(); })
+      .def_property_readonly("captured_bytes",
+                             [](const CallStatistics& statistics) { return statistics.captured_bytes.load(); });
   py::class_<Counter>(module, "Counter")
-      .def(py::init<std::shared_ptr<Tally>, uint64_t>(), py::arg("tally").none(false), py::arg("bytes"))
+      .def(py::init<std::shared_ptr<CallStatistics>, uint64_t>(), py::arg("statistics").none(false), py::arg("bytes"))
       .def("add", [](const Counter& counter) { counter.add(Outcome::kEnqueued); });
 
   // Handles are tuples (fd, bytes): a descriptor that the caller owns and b"", or -1 and the bytes of a cudaIpc handle.
@@ -206,38 +208,37 @@ PYBIND11_MODULE(_core, module) {
           },
           py::arg("launch"), py::arg("counter") = py::none())
       .def(
-          "create_segment",
-          [](Core& core, uint32_t segment, uint64_t bytes, bool use_ipc) {
+          "create_window",
+          [](Core& core, uint32_t window, uint64_t bytes, bool use_ipc) {
             const WorkspaceHandle handle = [&] {
               const py::gil_scoped_release others_may_run;
-              return core.create_segment(segment, bytes, use_ipc);
+              return core.create_window(window, bytes, use_ipc);
             }();
             return py::make_tuple(handle.fd, py::bytes(handle.bytes));
           },
-          py::arg("segment"), py::arg("bytes"), py::arg("use_ipc"))
+          py::arg("window"), py::arg("bytes"), py::arg("use_ipc"))
       .def(
-          "map_segment",
-          [](Core& core, uint32_t segment, int peer, int fd, const std::string& bytes) {
-            core.map_segment(segment, peer, {fd, bytes});
+          "map_window",
+          [](Core& core, uint32_t window, int peer, int fd, const std::string& bytes) {
+            core.map_window(window, peer, {fd, bytes});
           },
-          py::arg("segment"), py::arg("peer"), py::arg("fd"), py::arg("bytes"),
-          py::call_guard<py::gil_scoped_release>())
-      .def("unmap_segment", &Core::unmap_segment, py::call_guard<py::gil_scoped_release>())
-      .def("close_segment", &Core::close_segment, py::call_guard<py::gil_scoped_release>())
+          py::arg("window"), py::arg("peer"), py::arg("fd"), py::arg("bytes"), py::call_guard<py::gil_scoped_release>())
+      .def("unmap_window", &Core::unmap_window, py::call_guard<py::gil_scoped_release>())
+      .def("close_window", &Core::close_window, py::call_guard<py::gil_scoped_release>())
       .def("find",
            [](const Core& core, uint64_t address, uint64_t bytes) -> std::optional<std::pair<uint32_t, uint64_t>> {
-             const auto place = core.find(address, bytes);
-             if (!place) return std::nullopt;
-             return std::make_pair(place->segment, place->offset);
+             const auto symmetric_offset = core.find(address, bytes);
+             if (!symmetric_offset) return std::nullopt;
+             return std::make_pair(symmetric_offset->window, symmetric_offset->offset);
            })
       .def(
           "lend",
-          [](const Core& core, uint32_t segment, uint64_t offset, uint64_t bytes, int device) {
-            const std::shared_ptr<char> memory = core.memory_of_segment(segment);
+          [](const Core& core, uint32_t window, uint64_t offset, uint64_t bytes, int device) {
+            const std::shared_ptr<char> memory = core.memory_of_window(window);
             auto lent = llm_comm::python::lend_as_tensor({memory, memory.get() + offset}, bytes, device);
             return py::make_tuple(lent.capsule, lent.loan);
           },
-          py::arg("segment"), py::arg("offset"), py::arg("bytes"), py::arg("device"))
+          py::arg("window"), py::arg("offset"), py::arg("bytes"), py::arg("device"))
       .def(
           "channels",
           [](Core& core, std::pair<uint32_t, uint64_t> memory, uint64_t bytes, std::pair<uint32_t, uint64_t> words,

@@ -41,15 +41,15 @@ py::object describe(uint32_t number, const Algorithm& algorithm) {
     if (tunable.name != nullptr)
       ranges[tunable.name] = py::make_tuple(tunable.min, tunable.max, tunable.is_power_of_two);
   }
-  return namespace_of(
-      py::dict(py::arg("number") = number, py::arg("operation") = algorithm.operation->name,
-               py::arg("name") = algorithm.info->name, py::arg("protocol") = algorithm.info->protocol,
-               py::arg("title") = algorithm.info->title, py::arg("data_types") = types,
-               py::arg("symmetric") = algorithm.info->symmetric, py::arg("by_switch") = algorithm.info->by_switch,
-               py::arg("sums_in_switch") = algorithm.info->sums_in_switch,
-               py::arg("ranks_may_differ") = algorithm.info->ranks_may_differ,
-               py::arg("needs_row") = algorithm.info->needs_row(),
-               py::arg("tunables") = names(algorithm.tunables->tunable, kAny), py::arg("ranges") = ranges));
+  return namespace_of(py::dict(
+      py::arg("number") = number, py::arg("operation") = algorithm.operation->name,
+      py::arg("name") = algorithm.info->name, py::arg("protocol") = algorithm.info->protocol,
+      py::arg("title") = algorithm.info->title, py::arg("data_types") = types,
+      py::arg("symmetric") = algorithm.info->symmetric, py::arg("uses_multimem") = algorithm.info->uses_multimem,
+      py::arg("sums_in_switch") = algorithm.info->sums_in_switch,
+      py::arg("ranks_may_differ") = algorithm.info->ranks_may_differ,
+      py::arg("needs_row") = algorithm.info->needs_row(),
+      py::arg("tunables") = names(algorithm.tunables->tunable, kAny), py::arg("ranges") = ranges));
 }
 
 py::object describe(const OperationInfo& operation) {
@@ -85,19 +85,19 @@ void add_registry(py::module_& module) {
       .def(py::init(&problem_of), py::kw_only(), py::arg("count"), py::arg("row"), py::arg("data_type"),
            py::arg("world_size"), py::arg("parameters"));
 
-  py::class_<Choice>(module, "Choice")
+  py::class_<TuningParameters>(module, "TuningParameters")
       .def(py::init([](uint32_t blocks, uint32_t threads, uint32_t tile_lines, uint32_t cluster, uint32_t depth,
                        uint32_t crowded_above) {
-             return Choice{blocks, threads, tile_lines, cluster, depth, crowded_above};
+             return TuningParameters{blocks, threads, tile_lines, cluster, depth, crowded_above};
            }),
            py::kw_only(), py::arg("blocks"), py::arg("threads") = 0, py::arg("tile_lines") = 0, py::arg("cluster") = 0,
            py::arg("depth") = 0, py::arg("crowded_above") = 0)
-      .def_readonly("blocks", &Choice::blocks)
-      .def_readonly("threads", &Choice::threads)
-      .def_readonly("tile_lines", &Choice::tile_lines)
-      .def_readonly("cluster", &Choice::cluster)
-      .def_readonly("depth", &Choice::depth)
-      .def_readonly("crowded_above", &Choice::crowded_above);
+      .def_readonly("blocks", &TuningParameters::blocks)
+      .def_readonly("threads", &TuningParameters::threads)
+      .def_readonly("tile_lines", &TuningParameters::tile_lines)
+      .def_readonly("cluster", &TuningParameters::cluster)
+      .def_readonly("depth", &TuningParameters::depth)
+      .def_readonly("crowded_above", &TuningParameters::crowded_above);
 
   py::class_<Limits>(module, "Limits")
       .def(py::init([](uint64_t slot_bytes, uint32_t sm_count, uint32_t max_cluster, uint32_t compute_capability,
@@ -160,9 +160,8 @@ void add_registry(py::module_& module) {
     }
     return found;
   });
-  module.def("shape", [](uint32_t algorithm, const Problem& problem, const Choice& choice, const Limits& limits) {
-    return algorithm_at(algorithm).shape(problem, choice, limits);
-  });
+  module.def("shape", [](uint32_t algorithm, const Problem& problem, const TuningParameters& tuning,
+                         const Limits& limits) { return algorithm_at(algorithm).shape(problem, tuning, limits); });
   module.def("candidates", [](uint32_t algorithm, const Problem& problem, const Limits& limits) {
     return algorithm_at(algorithm).candidates(problem, limits);
   });

@@ -47,10 +47,10 @@ py::list fields_of(const std::vector<Row>& rows) {
   for (const Row& row : rows) {
     const AlgorithmInfo& info = *algorithms()[row.algorithm].info;
     const bool is_program = !row.program.empty();
-    const Choice& choice = row.choice;
+    const TuningParameters& tuning = row.tuning;
     found.append(py::make_tuple(row.up_to, row.operation, is_program ? row.program.c_str() : info.name,
-                                is_program ? "DSL" : info.protocol, choice.blocks, choice.threads, choice.tile_lines,
-                                choice.cluster, choice.depth, meaning_of(row.us), meaning_of(row.runner_up)));
+                                is_program ? "DSL" : info.protocol, tuning.blocks, tuning.threads, tuning.tile_lines,
+                                tuning.cluster, tuning.depth, meaning_of(row.us), meaning_of(row.runner_up)));
   }
   return found;
 }
@@ -85,8 +85,8 @@ void add_tables(py::module_& module) {
     return found ? py::object(decoded(*found)) : py::none();
   });
   module.def("table_file_name", &table_file_name);
-  module.def("rows_of_parts",
-             [](const std::string& operation, uint32_t sms) { return fields_of(rows_of_parts(operation, sms)); });
+  module.def("rows_of_shards",
+             [](const std::string& operation, uint32_t sms) { return fields_of(rows_of_shards(operation, sms)); });
 }
 
 }  // namespace llm_comm::python

@@ -15,7 +15,7 @@ struct ProgramSize {
 };
 
 // Bytes of the workspace that hold the sentinel at first.
-struct ArmedRange {
+struct SentinelRange {
   uint64_t begin;
   uint64_t end;
 };
@@ -35,13 +35,13 @@ struct Program {
   uint32_t semaphores;  // semaphores of its channels
   uint64_t shared_bytes;
   uint64_t workspace_bytes;
-  const ArmedRange* armed;
-  uint32_t armed_count;
+  const SentinelRange* sentinel_ranges;
+  uint32_t sentinel_range_count;
   uint32_t size_count;
   const ProgramSize* sizes;
 };
 
-enum class Failure : uint32_t { kNone, kResult, kWait, kNotArmed, kUndefined };
+enum class Failure : uint32_t { kNone, kResult, kWait, kNotReset, kUndefined };
 
 // Result of the schedules: of the first that failed, else of the last one.
 struct Outcome {

@@ -99,7 +99,7 @@ void PortActor::go_on(uint32_t peer) {
   if (!lane.steps.empty()) {
     const host::PortStep step = lane.steps.front();
     const uint64_t bytes = step.part == kPortPut ? step.bytes : step.count * sizeof(uint64_t);
-    char* const to = owner_.address(step.part == kPortEcho ? rank_ : peer, step.to, bytes);
+    char* const to = owner_.address(step.part == kPortLocalCompletion ? rank_ : peer, step.to, bytes);
     if (to == nullptr) throw std::logic_error("a request to the proxy names no memory of rank " + std::to_string(peer));
     if (step.part == kPortPut) {
       if (lane.pieces.empty()) {

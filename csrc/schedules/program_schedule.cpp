@@ -9,7 +9,7 @@
 
 #include "schedules/program_calls.h"
 #include "schedules/program_world.h"
-#include "schedules/temper.h"
+#include "schedules/schedule_parameters.h"
 #include "schedules/values.h"
 
 namespace llm_comm::inline LLM_COMM_TARGET::schedules {
@@ -66,17 +66,17 @@ class Schedule {
       : world_(world), machine_(world.machine()), program_(program), kernel_(kernel), random_(seed) {}
 
   Found run() {
-    emulator::Temper temper = draw_temper(program_.world, random_);
+    emulator::ScheduleParameters parameters = draw_schedule_parameters(program_.world, random_);
     is_dependent_ = random_.chance(128);
     // At least one block of each group runs at once (host/prepared_program.h).
-    uint32_t& resident = temper.scheduler.resident_threads;
+    uint32_t& resident = parameters.scheduler.resident_threads;
     for (uint32_t i = 0; i < program_.size_count; ++i) {
       resident = std::max(resident, program_.groups * program_.sizes[i].threads);
     }
     first_call_ = random_.pick({0u, 1u, 65534u, 65535u});  // from call 65536 on the arrival counter exceeds 32 bits
     const uint32_t count = random_.between(3, 5);
     for (uint32_t i = 0; i < count; ++i) calls_.push_back(draw_call(program_, random_));
-    world_.reset(random_.next(), temper, first_call_);
+    world_.reset(random_.next(), parameters, first_call_);
     for (uint32_t rank = 0; rank < program_.world; ++rank) {
       for (uint32_t i = 0; i < count; ++i) enqueue(rank, i);
     }
@@ -87,7 +87,7 @@ class Schedule {
       note(Failure::kUndefined, machine_.now(), 0, error.what());
     }
     for (uint32_t rank = 0; rank < program_.world; ++rank) look_for_errors(rank);
-    if (found_.failure == Failure::kNone) look_for_lines_not_armed();
+    if (found_.failure == Failure::kNone) look_for_lines_not_reset();
     return found_;
   }
 
@@ -181,16 +181,17 @@ class Schedule {
     }
   }
 
-  void look_for_lines_not_armed() {
+  void look_for_lines_not_reset() {
     for (uint32_t rank = 0; rank < program_.world; ++rank) {
-      for (uint32_t i = 0; i < program_.armed_count; ++i) {
-        const ArmedRange& range = program_.armed[i];
+      for (uint32_t i = 0; i < program_.sentinel_range_count; ++i) {
+        const SentinelRange& range = program_.sentinel_ranges[i];
         for (uint64_t at = range.begin; at < range.end; at += sizeof(uint32_t)) {
           const auto* const word = reinterpret_cast<const uint32_t*>(world_.workspace(rank) + at);
           if (*word == kSentinel) continue;
-          if (note(Failure::kNotArmed, machine_.memory().last_store(word), rank,
+          if (note(Failure::kNotReset, machine_.memory().last_store(word), rank,
                    "rank " + std::to_string(rank) + ": byte " + std::to_string(at) +
-                       " of its workspace, a place of packets, is not armed again when all calls have ended")) {
+                       " of its workspace, the address of packets, is not reset to the sentinel when all calls have "
+                       "ended")) {
             found_.element = at;
           }
         }

@@ -34,8 +34,8 @@ ProgramWorld::ProgramWorld(const Program& program)
       semaphores_offset_(up(program.workspace_bytes)),
       input_offset_(up(semaphores_offset_ + Channels::bytes_of_semaphores(program.world, program.semaphores))),
       output_offset_(up(input_offset_ + kMostShift + input_bytes(program, largest_part(program)))),
-      segment_bytes_(up(output_offset_ + kMostShift + output_bytes(program, largest_part(program)))),
-      machine_(program.world, kSegmentOffset + segment_bytes_, kTimeoutNs / 256) {
+      window_bytes_(up(output_offset_ + kMostShift + output_bytes(program, largest_part(program)))),
+      machine_(program.world, kWindowOffset + window_bytes_, kTimeoutNs / 256) {
   DeviceComm comm{};
   for (uint32_t rank = 0; rank < program.world; ++rank) comm.workspace[rank] = of_rank(rank);
   comm.timeout_ns = kTimeoutNs;
@@ -45,23 +45,23 @@ ProgramWorld::ProgramWorld(const Program& program)
     comm.rank = rank;
     comm.mailbox = mailbox_at(rank);
     comm.ports = reinterpret_cast<PortRing*>(of_rank(rank) + kRingOffset);
-    channels_.push_back(
-        {comm, place_at(0, 0), program.workspace_bytes, place_at(0, semaphores_offset_), program.semaphores});
+    channels_.push_back({comm, symmetric_offset_at(0, 0), program.workspace_bytes,
+                         symmetric_offset_at(0, semaphores_offset_), program.semaphores});
   }
 }
 
-void ProgramWorld::reset(uint64_t seed, const emulator::Temper& temper, uint64_t first_call) {
+void ProgramWorld::reset(uint64_t seed, const emulator::ScheduleParameters& parameters, uint64_t first_call) {
   for (uint32_t rank = 0; rank < program_.world; ++rank) {
     write_workspace(rank);
     CommState state{};
     state.arrivals = first_call * kArrivalsPerOperation;
     std::memcpy(of_rank(rank), &state, sizeof(state));
-    for (uint32_t i = 0; i < program_.armed_count; ++i) {
-      const ArmedRange& range = program_.armed[i];
-      std::memset(segment(rank) + range.begin, 0xFF, range.end - range.begin);
+    for (uint32_t i = 0; i < program_.sentinel_range_count; ++i) {
+      const SentinelRange& range = program_.sentinel_ranges[i];
+      std::memset(window(rank) + range.begin, 0xFF, range.end - range.begin);
     }
   }
-  machine_.reset(seed, program_.world, temper);
+  machine_.reset(seed, program_.world, parameters);
   ports_.clear();
   for (uint32_t rank = 0; rank < program_.world; ++rank) start_ports(rank);
 }
@@ -71,9 +71,9 @@ void ProgramWorld::write_workspace(uint32_t rank) {
   for (const Region& region : WorkspaceLayout(0).regions().region) {
     std::memset(of_rank(rank) + region.offset, region.initial_byte, region.bytes);
   }
-  char* segments[kMaxWorldSize] = {};
-  for (uint32_t other = 0; other < program_.world; ++other) segments[other] = segment(other);
-  std::memcpy(of_rank(rank) + kHeapOffset, segments, sizeof(segments));
+  char* windows[kMaxWorldSize] = {};
+  for (uint32_t other = 0; other < program_.world; ++other) windows[other] = window(other);
+  std::memcpy(of_rank(rank) + kHeapOffset, windows, sizeof(windows));
 }
 
 void ProgramWorld::start_ports(uint32_t rank) {
@@ -83,8 +83,9 @@ void ProgramWorld::start_ports(uint32_t rank) {
   owner.world_size = program_.world;
   owner.has_failed = [this, rank] { return mailbox(rank).error.complete != 0; };
   owner.fail = [] {};  // the actor throws instead
-  owner.find_in_heap = [this](uint32_t of, uint64_t place, uint64_t bytes) -> char* {
-    return bytes <= segment_bytes_ && place <= segment_bytes_ - bytes ? segment(of) + place : nullptr;
+  owner.find_in_heap = [this](uint32_t of, uint64_t symmetric_offset, uint64_t bytes) -> char* {
+    return bytes <= window_bytes_ && symmetric_offset <= window_bytes_ - bytes ? window(of) + symmetric_offset
+                                                                               : nullptr;
   };
   ports_.push_back(std::make_unique<PortActor>(machine_, rank, of_rank(rank) + kRingOffset));
   ports_.back()->start(owner);
@@ -93,13 +94,13 @@ void ProgramWorld::start_ports(uint32_t rank) {
 ProgramArgs ProgramWorld::arguments(uint32_t rank, char* input, char* output, uint64_t part_bytes) const {
   ProgramArgs args{};
   static_cast<Channels&>(args) = channels_[rank];
-  for (uint32_t i = 0; i < program_.world; ++i) args.at[i] = segment((rank + i) % program_.world);
+  for (uint32_t i = 0; i < program_.world; ++i) args.at[i] = window((rank + i) % program_.world);
   args.input = input;
   args.output = output;
   args.part_bytes = part_bytes;
   args.bytes = std::max(input_bytes(program_, part_bytes), output_bytes(program_, part_bytes));
-  args.input_place = place_at(0, static_cast<uint64_t>(input - segment(rank)));
-  args.output_place = place_at(0, static_cast<uint64_t>(output - segment(rank)));
+  args.input_symmetric_offset = symmetric_offset_at(0, static_cast<uint64_t>(input - window(rank)));
+  args.output_symmetric_offset = symmetric_offset_at(0, static_cast<uint64_t>(output - window(rank)));
   args.kind = kKind;
   return args;
 }

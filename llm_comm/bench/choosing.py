@@ -128,7 +128,7 @@ def sums_in_switch(row: Row) -> bool:
 
 def _by_switch(row: Row) -> bool:
     algorithm = _algorithm_of(row)
-    return algorithm is not None and algorithm.by_switch
+    return algorithm is not None and algorithm.uses_multimem
 
 
 def _algorithm_of(row: Row) -> registry.Algorithm | None:

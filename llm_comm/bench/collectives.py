@@ -20,7 +20,7 @@ from torch import Tensor
 
 from llm_comm.bench import agreement, comparison, report
 from llm_comm.bench.comparison import Bound, Collective, Judge, Library
-from llm_comm.bench.reference import PartOfSums, Parts, Reference
+from llm_comm.bench.reference import AllGatherReference, ReduceScatterReference, Reference
 from llm_comm.bench.report import OURS, OURS_SYMMETRIC
 from llm_comm.communicator import Communicator
 from llm_comm.planning.plan import Plan
@@ -212,8 +212,10 @@ COLLECTIVES = {
     collective.title: collective
     for collective in (
         _collective(ALL_REDUCE, lambda c, dtype, count: Reference(count, c.world_size, dtype, c.device)),
-        _collective(ALL_GATHER, lambda c, dtype, count: Parts(count, c.world_size, dtype, c.device)),
-        _collective(REDUCE_SCATTER, lambda c, dtype, n: PartOfSums(n, c.rank, c.world_size, dtype, c.device)),
+        _collective(ALL_GATHER, lambda c, dtype, count: AllGatherReference(count, c.world_size, dtype, c.device)),
+        _collective(
+            REDUCE_SCATTER, lambda c, dtype, n: ReduceScatterReference(n, c.rank, c.world_size, dtype, c.device)
+        ),
     )
 }
 

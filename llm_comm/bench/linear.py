@@ -15,7 +15,7 @@ Variants, each without chains:
 
 * ``--fp8``: FP8 layers, compared with torch's and vLLM's kernels.
 * ``--silu``: gate-and-up projections with silu-and-mul, in one kernel of llm_comm and in two kernels of others.
-* more than 64 tokens: ``Communicator.linear_of_any_batch``.
+* more than 64 tokens: ``Communicator.batch_invariant_linear``.
 
 Arms with kernels of llm_comm are timed with and without dependent launches (``Config.pdl``), other arms once.
 """
@@ -53,7 +53,7 @@ from llm_comm.bench.linear_arms import (
     our_layer,
 )
 from llm_comm.bench.linear_operands import Fp8Judge, Judge, JudgeOfLayers, Operands, SiluJudge
-from llm_comm.bench.linear_report import Choice, LayerRow, plot, remarks_on, tables
+from llm_comm.bench.linear_report import LayerRow, MeasuredTuning, plot, remarks_on, tables
 from llm_comm.bench.report import DTYPES, Progress, Result
 from llm_comm.bench.timing import ALIGNING_CALLS, Schedule
 from llm_comm.cli import launch
@@ -273,12 +273,12 @@ class LayerBench:
 
     def _of_choices(
         self, comm: Communicator, operands: Operands, judge: JudgeOfLayers, what: str
-    ) -> tuple[Sequence[Choice], Choice | None]:
+    ) -> tuple[Sequence[MeasuredTuning], MeasuredTuning | None]:
         """Time the most promising tilings of the kernel. Return all of them, and the fastest one, timed again."""
-        timed: list[tuple[Choice, Arm]] = []
+        timed: list[tuple[MeasuredTuning, Arm]] = []
         for choice, arm in arms_of_choices(comm, operands, judge):
             result = self._measure(arm, operands.weights, what)
-            timed.append((Choice(choice.block_outputs, choice.stages, choice.stage_boxes, result), arm))
+            timed.append((MeasuredTuning(choice.block_outputs, choice.stages, choice.stage_boxes, result), arm))
         right = [(choice, arm) for choice, arm in timed if choice.result.us is not None]
         best = None
         if right:

@@ -101,7 +101,7 @@ def check_layers(
 
 
 def are_many(tokens: int) -> bool:
-    """Return whether a batch is too large for ``Communicator.linear``, and needs ``linear_of_any_batch``."""
+    """Return whether a batch is too large for ``Communicator.linear``, and needs ``batch_invariant_linear``."""
     return tokens > _core.linear_max_tokens
 
 
@@ -113,7 +113,7 @@ def layer_arm(name: str, call: Callable[[Tensor], tuple[Tensor, ...]], judge: Ju
 def our_layer(comm: Communicator, operands: Operands, judge: JudgeOfLayers) -> Arm:
     """Return the arm with llm_comm's layer alone: plain, FP8, or with silu-and-mul, according to the operands."""
     x, out = operands.x, operands.out
-    linear: Callable[..., Tensor] = comm.linear_of_any_batch if are_many(len(x)) else comm.linear
+    linear: Callable[..., Tensor] = comm.batch_invariant_linear if are_many(len(x)) else comm.linear
     if operands.silu:
         linear = comm.linear_silu_and_mul
     elif operands.scales is not None:

@@ -13,7 +13,7 @@ from llm_comm.bench.linear_arms import FUSED, Names
 from llm_comm.bench.report import OURS, Result
 
 
-class Choice(NamedTuple):
+class MeasuredTuning(NamedTuple):
     """Tiling of llm_comm's kernel, and its result."""
 
     block_outputs: int
@@ -48,8 +48,8 @@ class LayerRow:
     pdl: bool
     layers: int
     results: Mapping[str, Result]
-    choices: Sequence[Choice] = ()
-    best: Choice | None = None
+    choices: Sequence[MeasuredTuning] = ()
+    best: MeasuredTuning | None = None
     silu: bool = False
     fp8: bool = False
 

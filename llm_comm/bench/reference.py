@@ -67,7 +67,7 @@ class Reference:
         return self._expected[salt]
 
 
-class Parts:
+class AllGatherReference:
     """Judge of an all-gather: the shards of all ranks in order, compared bitwise."""
 
     def __init__(self, count: int, world: int, dtype: torch.dtype, device: torch.device) -> None:
@@ -84,7 +84,7 @@ class Parts:
         return 0.0 if torch.equal(actual, expected) else float("inf")
 
 
-class PartOfSums:
+class ReduceScatterReference:
     """Judge of a reduce-scatter: one rank's shard of the sums."""
 
     def __init__(self, count: int, rank: int, world: int, dtype: torch.dtype, device: torch.device) -> None:

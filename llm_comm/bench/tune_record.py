@@ -41,7 +41,7 @@ class Record:
         self.layers: list[dict[str, Any]] = []
         #: Over several nodes: measured rows by size. A continued run measures them again.
         self.nodes: list[dict[str, Any]] = []
-        self._has_told = False
+        self._has_warned = False
         if path is not None and path.is_file() and path.stat().st_size > 0:
             self._read(path)
 
@@ -63,9 +63,9 @@ class Record:
         try:
             files.replace_json(self._path, self.report(is_complete=False))
         except OSError as error:
-            if not self._has_told:
+            if not self._has_warned:
                 files.tell_unwritten("--json", self._path, error, "measuring goes on, and it is tried again")
-            self._has_told = True
+            self._has_warned = True
 
     def asked(self) -> dict[str, Any]:
         """Return what must be equal on all ranks of a run. This includes the known sizes, since the ranks measure the

@@ -238,7 +238,7 @@ def coarse_first(subjects: Sequence[Subject], smallest: int, largest: int) -> li
 
 def without_switch(algorithm: registry.Algorithm) -> bool:
     """Return whether an algorithm works without NVLink multicast."""
-    return not algorithm.by_switch
+    return not algorithm.uses_multimem
 
 
 def admitted_by(comm: Communicator) -> Callable[[registry.Algorithm], bool]:

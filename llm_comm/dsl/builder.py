@@ -84,30 +84,30 @@ class Builder:
 
     # ---- Memory of the workspace ---------------------------------------------------------------------------------
 
-    def scratch(self, count: int, *, like: Chunks, turns: int = 1) -> Chunks:
+    def scratch(self, count: int, *, like: Chunks, stages: int = 1) -> Chunks:
         """Allocate plain workspace memory on every rank. Peers may access it.
 
         Args:
             count: Number of chunks.
             like: Buffer with chunks of the same size.
-            turns: In loops: number of pieces that each chunk holds. Piece i uses position i modulo ``turns``.
+            stages: In loops: number of pieces that each chunk holds. Piece i uses position i modulo ``stages``.
 
         Raises:
             ProgramError: A number is not positive.
         """
-        return self._workspace(Space.SCRATCH, count, like, turns)
+        return self._workspace(Space.SCRATCH, count, like, stages)
 
-    def packets(self, count: int, *, like: Chunks, turns: int = 1) -> Chunks:
+    def packets(self, count: int, *, like: Chunks, stages: int = 1) -> Chunks:
         """Allocate workspace memory for packets, whose data carries its own readiness flag (LL).
 
         It is accessed by ``put_packets`` and ``read_packets``. Arguments and errors are those of ``scratch``.
         """
-        return self._workspace(Space.PACKETS, count, like, turns)
+        return self._workspace(Space.PACKETS, count, like, stages)
 
-    def _workspace(self, space: Space, count: int, like: Chunks, turns: int) -> Chunks:
-        if count < 1 or turns < 1:
-            raise _misuse(f"{count} chunk(s) in {turns} turn(s): both are at least 1")
-        return self._chunks_of(ir.Buffer("", space, count, like.shape.parts, turns, is_symmetric=True))
+    def _workspace(self, space: Space, count: int, like: Chunks, stages: int) -> Chunks:
+        if count < 1 or stages < 1:
+            raise _misuse(f"{count} chunk(s) in {stages} stage(s): both are at least 1")
+        return self._chunks_of(ir.Buffer("", space, count, like.shape.parts, stages, is_symmetric=True))
 
     def _chunks_of(self, shape: ir.Buffer) -> Chunks:
         chunks = Chunks(shape, self._take_name, self._running, self.world)
@@ -167,7 +167,7 @@ class Builder:
 
     @contextmanager
     def loop(self) -> Iterator[None]:
-        """Loop over the pieces of chunks: each turn processes one piece of each chunk.
+        """Loop over the pieces of chunks: each iteration processes one piece of each chunk.
 
         Raises:
             ProgramError: The call is inside another loop.
@@ -186,9 +186,9 @@ class Builder:
 
     @contextmanager
     def behind(self, pieces: int) -> Iterator[None]:
-        """In a loop, delay the following operations by ``pieces`` pieces: turn t processes piece t - ``pieces``.
+        """In a loop, delay the following operations by ``pieces`` pieces: iteration t processes piece t - ``pieces``.
 
-        The operations thereby process data that earlier turns have sent.
+        The operations thereby process data that earlier iterations have sent.
 
         Raises:
             ProgramError: Outside of a loop, inside another ``behind``, or ``pieces`` is not positive.
@@ -396,12 +396,12 @@ class Builder:
                 f"{chunk} of a peer: the {buffer.name} is not in symmetric memory, so no peer can use it: "
                 f"cut it with chunks(..., symmetric=True), or use scratch"
             )
-        self._use_turns(buffer)
+        self._use_stages(buffer)
 
-    def _use_turns(self, buffer: ir.Buffer) -> None:
+    def _use_stages(self, buffer: ir.Buffer) -> None:
         in_loop = self._body is not None
-        if buffer.turns > 1 and not in_loop:
-            raise _misuse(f"{buffer.name} has {buffer.turns} turns, which only a loop uses")
+        if buffer.stages > 1 and not in_loop:
+            raise _misuse(f"{buffer.name} has {buffer.stages} stages, which only a loop uses")
         if not buffer.space.is_tensor and self._used_in_loop.setdefault(buffer.name, in_loop) != in_loop:
             raise _misuse(
                 f"{buffer.name} is used both in a loop, where it holds pieces of chunks, and outside, where it holds "

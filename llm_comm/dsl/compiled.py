@@ -89,9 +89,9 @@ class Compiled:
         if message > self.max_bytes:
             raise self._error(f"the message has {message} bytes; it was compiled for max_bytes={self.max_bytes}")
         for space in self._kernel.symmetric:
-            self._check_place(space, x if space is ir.Space.INPUT else out)
+            self._check_symmetric(space, x if space is ir.Space.INPUT else out)
         if message == 0:
-            self._site.handle.tallies.counter(self.program.operation.value, 0, NONE, NONE).add()
+            self._site.handle.statistics.counter(self.program.operation.value, 0, NONE, NONE).add()
             return out
         run = self._prepared.get(x.nbytes)
         if run is None:
@@ -111,7 +111,7 @@ class Compiled:
         # A message of an operation with shards is one shard, as in plans.
         message_bytes = min(input_bytes, output_bytes)
         kind = self.program.operation.value, message_bytes, programs.name_of(self.program), PROTOCOL
-        run = self._kernel.prepare(input_bytes, output_bytes, self._site.handle.tallies.counter(*kind))
+        run = self._kernel.prepare(input_bytes, output_bytes, self._site.handle.statistics.counter(*kind))
         return within_range(run, self._site.device, *kind) if self._has_ranges else run
 
     def _error(self, why: str) -> UnsupportedInputError:
@@ -141,8 +141,8 @@ class Compiled:
         first = x.shape[0] * world if becomes_parted else x.shape[0] // world
         return torch.Size((first, *x.shape[1:]))
 
-    def _check_place(self, space: ir.Space, tensor: torch.Tensor) -> None:
-        if tensor.nbytes and self._site.heap.place_of(tensor) is None:
+    def _check_symmetric(self, space: ir.Space, tensor: torch.Tensor) -> None:
+        if tensor.nbytes and self._site.heap.symmetric_offset_of(tensor) is None:
             raise self._error(
                 f"peers use the {space.value}, so it must be a tensor of Communicator.empty, or a view of one"
             )

@@ -80,7 +80,7 @@ class Buffer:
         chunks: Number of chunks.
         parts: Number of such chunks in the message of the operation. Buffers with equal ``parts`` have chunks of one
             size. An all-reduce in ``world`` slices has 8 in a world of 8.
-        turns: For scratch in a loop: number of pieces that each chunk holds; 1 outside of loops.
+        stages: For scratch in a loop: number of pieces that each chunk holds; 1 outside of loops.
         is_symmetric: In symmetric memory, so that peers may access it. True for all workspace buffers.
     """
 
@@ -88,7 +88,7 @@ class Buffer:
     space: Space
     chunks: int
     parts: int
-    turns: int = 1
+    stages: int = 1
     is_symmetric: bool = False
 
 
@@ -124,7 +124,7 @@ class Op:
     Attributes:
         where: Line of the program.
         only: Ranks that run it; None: all.
-        lag: In a loop: at turn t it processes piece t - lag, and nothing if that piece does not exist.
+        lag: In a loop: at iteration t it processes piece t - lag, and nothing if that piece does not exist.
     """
 
     where: Location
@@ -234,8 +234,8 @@ class Flush(Op):
 class Loop:
     """Loop over the pieces of all chunks.
 
-    Turns 0, 1, ... run until the operation with the largest lag has processed the last piece. Within a turn, operations
-    run in the order of the program.
+    Iterations 0, 1, ... run until the operation with the largest lag has processed the last piece. Within an iteration,
+    operations run in the order of the program.
     """
 
     where: Location

@@ -20,14 +20,14 @@ from llm_comm.dsl.compiler import grid
 from llm_comm.dsl.compiler.analysis import works_in_place
 from llm_comm.dsl.compiler.cache import compile_image
 from llm_comm.dsl.compiler.grid import Limits, limits_of
-from llm_comm.dsl.compiler.layout import Layout, armed_ranges, chunk_lines, lay_out, outer_parts
+from llm_comm.dsl.compiler.layout import Layout, chunk_lines, lay_out, outer_parts, sentinel_ranges
 from llm_comm.dsl.compiler.runs import runs_of
 from llm_comm.dsl.compiler.source import generate, is_moved, kernel_name, shared_bytes, symmetric_spaces
 from llm_comm.dsl.compiler.text import Element, element_of
 from llm_comm.dsl.rendering import digest
 from llm_comm.errors import quoted
 from llm_comm.operations.operation import TORCH_TYPES
-from llm_comm.planning.programs import OWN_CHOICE, LaunchChoice
+from llm_comm.planning.programs import DEFAULT_LAUNCH, LaunchParameters
 from llm_comm.runtime.channels import Channels, open_channels
 from llm_comm.runtime.comparison import check_alike, digest_of
 from llm_comm.runtime.core_handle import CoreHandle
@@ -85,7 +85,7 @@ def load_kernel(
             Raised on all ranks alike.
         MissingRankError: A rank has not made the call in time.
     """
-    rendezvous = site.heap.meet(what)
+    rendezvous = site.heap.rendezvous_for(what)
     made: list[Kernel] = []
 
     def step() -> dict[str, Any]:
@@ -180,29 +180,29 @@ class Kernel:
 
     def _arm(self, memory: torch.Tensor) -> None:
         memory.zero_()
-        for begin, end in armed_ranges(self.program, self._layout):
+        for begin, end in sentinel_ranges(self.program, self._layout):
             memory[begin:end] = 0xFF
         if memory.is_cuda:
             torch.cuda.current_stream(memory.device).synchronize()
 
-    def why_not(self, choice: LaunchChoice) -> str:
+    def why_not(self, parameters: LaunchParameters) -> str:
         """Return why the kernel cannot be launched with these parameters, or ""."""
-        return grid.why_not(choice, self._limits, len(self.program.groups), self._site.device)
+        return grid.why_not(parameters, self._limits, len(self.program.groups), self._site.device)
 
-    def candidates(self, message_bytes: int) -> list[LaunchChoice]:
+    def candidates(self, message_bytes: int) -> list[LaunchParameters]:
         """Return launch parameters to measure, the kernel's own first. No two give the same grid."""
         lines = chunk_lines(message_bytes // self.outer, self._pieces)
         return grid.candidates(self._limits, len(self.program.groups), lines)
 
-    def grid(self, message_bytes: int, choice: LaunchChoice = OWN_CHOICE) -> tuple[int, int]:
-        """Return the blocks of all groups and the threads of a block. ``why_not(choice)`` must be ""."""
+    def grid(self, message_bytes: int, parameters: LaunchParameters = DEFAULT_LAUNCH) -> tuple[int, int]:
+        """Return the blocks of all groups and the threads of a block. ``why_not(parameters)`` must be ""."""
         groups = len(self.program.groups)
-        limits = grid.narrowed(self._limits, choice, groups)
+        limits = grid.narrowed(self._limits, parameters, groups)
         instances, threads = limits.of_call(chunk_lines(message_bytes // self.outer, self._pieces))
         return instances * groups, threads
 
     def prepare(
-        self, input_bytes: int, output_bytes: int, counter: _core.Counter, choice: LaunchChoice = OWN_CHOICE
+        self, input_bytes: int, output_bytes: int, counter: _core.Counter, parameters: LaunchParameters = DEFAULT_LAUNCH
     ) -> Callable[..., bool]:
         """Return a function that launches a call: it takes addresses of input and output and a stream, and returns
         whether the launch was enqueued. ``counter`` counts enqueued launches.
@@ -213,9 +213,9 @@ class Kernel:
         """
         assert self._workspace is not None, "connect() comes first"
         message_bytes = max(input_bytes, output_bytes)
-        blocks, threads = self.grid(message_bytes, choice)
+        blocks, threads = self.grid(message_bytes, parameters)
         memory, channels = self._workspace
-        (place, words) = channels.places
+        offset, words = channels.symmetric_offsets
         data_type = next((name for name, dtype in TORCH_TYPES.items() if dtype == self.element.dtype), _BYTES)
         launch = _core.ProgramLaunch(
             kernel=self._number,
@@ -223,7 +223,7 @@ class Kernel:
             blocks=blocks,
             threads=threads,
             shared_bytes=shared_bytes(self.program),
-            memory=place,
+            memory=offset,
             memory_bytes=memory.nbytes,
             semaphore_words=words,
             semaphores=channels.semaphores,
@@ -269,25 +269,25 @@ class ProgramKernels:
             self._kernels[data_type] = kernel
         self.workspace_bytes = kernel.workspace_bytes
 
-    def why_not(self, choice: LaunchChoice) -> str:
+    def why_not(self, parameters: LaunchParameters) -> str:
         """See ``planning.programs.Kernels``."""
         # The kernels of all dtypes have the same limits.
-        return next(iter(self._kernels.values())).why_not(choice)
+        return next(iter(self._kernels.values())).why_not(parameters)
 
-    def candidates(self, data_type: str, message_bytes: int) -> list[LaunchChoice]:
+    def candidates(self, data_type: str, message_bytes: int) -> list[LaunchParameters]:
         """See ``planning.programs.Kernels``."""
         return self._kernels[data_type].candidates(self._whole(message_bytes))
 
-    def grid(self, data_type: str, message_bytes: int, choice: LaunchChoice) -> tuple[int, int]:
+    def grid(self, data_type: str, message_bytes: int, parameters: LaunchParameters) -> tuple[int, int]:
         """See ``planning.programs.Kernels``."""
-        return self._kernels[data_type].grid(self._whole(message_bytes), choice)
+        return self._kernels[data_type].grid(self._whole(message_bytes), parameters)
 
     def prepare(
-        self, data_type: str, message_bytes: int, choice: LaunchChoice, counter: _core.Counter
+        self, data_type: str, message_bytes: int, parameters: LaunchParameters, counter: _core.Counter
     ) -> Callable[..., bool]:
         """See ``planning.programs.Kernels``."""
         kernel = self._kernels[data_type]
-        return kernel.prepare(message_bytes * self._inputs, message_bytes * self._outputs, counter, choice)
+        return kernel.prepare(message_bytes * self._inputs, message_bytes * self._outputs, counter, parameters)
 
     def _whole(self, message_bytes: int) -> int:
         """Return the bytes of all shards, the message size of a kernel."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 from llm_comm import dsl
 
 #: Pieces of a chunk that a peer's memory holds at once, in loops.
-_TURNS = 3
+_STAGES = 3
 #: Semaphores: data has arrived; data has been read; the output may be written by peers.
 _SENT, _READ, _FREE = 0, 1, 1
 #: Semaphores: operands of sums have arrived; sums have arrived.
@@ -32,9 +32,9 @@ def one_shot_ll(p: dsl.Builder) -> None:
 def one_shot_hb(p: dsl.Builder) -> None:
     """Each rank sends its whole input to all others in pieces, and sums the piece before (1PA, HB)."""
     x, y = p.input.chunks(1), p.output.chunks(1)
-    received = p.scratch(p.world, like=x, turns=_TURNS)  # by sender
+    received = p.scratch(p.world, like=x, stages=_STAGES)  # by sender
     with p.loop():
-        with p.behind(_TURNS):  # the place of this turn's piece has been read
+        with p.behind(_STAGES):  # the stage of this piece has been read
             for peer in p.peers:
                 p.wait(peer, semaphore=_READ)
         for peer in p.peers:
@@ -73,8 +73,8 @@ def two_shot_hb(p: dsl.Builder) -> None:
     piece t. The peer gives that signal after it has stored the sums of piece t - 3 from the same place.
     """
     x, y = p.input.chunks(p.world), p.output.chunks(p.world)  # a slice for each rank
-    scattered = p.scratch(p.world, like=x, turns=_TURNS)
-    gathered = p.scratch(p.world, like=x, turns=_TURNS)
+    scattered = p.scratch(p.world, like=x, stages=_STAGES)
+    gathered = p.scratch(p.world, like=x, stages=_STAGES)
     with p.loop():
         for peer in p.peers:
             p.put(x[peer], peer, scattered[p.rank])

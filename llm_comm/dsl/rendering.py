@@ -9,7 +9,7 @@ from xml.sax.saxutils import escape, quoteattr
 
 from llm_comm.dsl import ir
 from llm_comm.dsl.checks.balance import Semaphore
-from llm_comm.dsl.checks.trial import Act, Place, Trial
+from llm_comm.dsl.checks.trial import Act, Address, Trial
 from llm_comm.dsl.ir import Rank
 from llm_comm.runtime.comparison import digest_of
 
@@ -95,10 +95,10 @@ def _lines(program: ir.Program) -> Iterator[str]:
 
 def _buffer(buffer: ir.Buffer) -> str:
     kind = "" if buffer.name == buffer.space.value else f"{buffer.space.value}, "
-    turns = f", {buffer.turns} turns" if buffer.turns > 1 else ""
+    stages = f", {buffer.stages} stages" if buffer.stages > 1 else ""
     symmetric = ", symmetric" if buffer.is_symmetric and buffer.space.is_tensor else ""
     chunks = "1 chunk" if buffer.chunks == 1 else f"{buffer.chunks} chunks"
-    return f"{buffer.name}: {kind}{chunks}, each 1/{buffer.parts} of the message{turns}{symmetric}"
+    return f"{buffer.name}: {kind}{chunks}, each 1/{buffer.parts} of the message{stages}{symmetric}"
 
 
 def _op(op: ir.Op) -> str:
@@ -165,8 +165,8 @@ def draw(program: ir.Program, *, pieces: int = 1) -> str:
 def arrange(trial: Trial) -> Picture:
     """Place each operation in a column to the right of those that it depends on."""
     picture = Picture()
-    given: dict[Semaphore | Place, list[Box]] = defaultdict(list)
-    taken: dict[Semaphore | Place, int] = defaultdict(int)
+    given: dict[Semaphore | Address, list[Box]] = defaultdict(list)
+    taken: dict[Semaphore | Address, int] = defaultdict(int)
     position, column = [0] * len(trial.actors), [0] * len(trial.actors)
     going = True
     while going:
@@ -194,21 +194,21 @@ def arrange(trial: Trial) -> Picture:
     return picture
 
 
-def _takes(trial: Trial, act: Act, rank: int) -> list[Semaphore | Place]:
+def _takes(trial: Trial, act: Act, rank: int) -> list[Semaphore | Address]:
     op = act.op
     if isinstance(op, ir.Wait):
         return [Semaphore(op.peer.on(rank, trial.program.world), rank, op.semaphore, op.through_port)]
     if isinstance(op, ir.ReadPackets):
-        return [place for _, place in trial.places(act, rank, rank, op.source, 0)]
+        return [address for _, address in trial.addresses(act, rank, rank, op.source, 0)]
     return []
 
 
-def _gives(trial: Trial, act: Act, rank: int) -> list[Semaphore | Place]:
+def _gives(trial: Trial, act: Act, rank: int) -> list[Semaphore | Address]:
     op, world = act.op, trial.program.world
     if isinstance(op, ir.Signal):
         return [Semaphore(rank, op.peer.on(rank, world), op.semaphore, op.through_port)]
     if isinstance(op, ir.PutPackets):
-        return [place for _, place in trial.places(act, rank, op.peer.on(rank, world), op.target, 0)]
+        return [address for _, address in trial.addresses(act, rank, op.peer.on(rank, world), op.target, 0)]
     return []
 
 

@@ -59,7 +59,7 @@ def tune(communicator: Communicator, group: dist.ProcessGroup, model: Model | No
     of_ranks = rendezvous.gather("rows of the model, where no table is of the machine", wanted)
     if wanted <= 0 or any(of_rank != wanted for of_rank in of_ranks):
         return ""
-    sums = _Sums(communicator, group, wanted, log)
+    sums = _CollectiveTuner(communicator, group, wanted, log)
     kept = rendezvous.collect("sums that were measured", sums.kept)[0]
     rows = [Row(*row) for row in kept]
     if not rows:
@@ -82,7 +82,7 @@ def _budget_s(communicator: Communicator) -> float:
     return seconds_at_start(config, communicator.device, _USUAL_BUDGET_S)
 
 
-class _Sums:
+class _CollectiveTuner:
     """This rank's steps of ``tune``.
 
     Attributes:

@@ -21,7 +21,7 @@ FIRST_FUSED = "llm_comm: first all-reduce fused with its RMSNorm (%d ranks, shap
 AT_EVERY_SIZE = " at every size (batch_invariant_norm)"
 
 # Operations and their names in the log. Each operation has an option of its own name, which switches it off.
-_PARTS = {ALL_GATHER: "all-gather", REDUCE_SCATTER: "reduce-scatter"}
+_GATHER_SCATTER = {ALL_GATHER: "all-gather", REDUCE_SCATTER: "reduce-scatter"}
 
 
 def describe_plans(
@@ -67,7 +67,7 @@ def _describe_programs(table: TuningTable, config: Config, limit: int, programs:
     return f"{', '.join(words)}, else " if words else ""
 
 
-def describe_parts(table: TuningTable, config: EngineOptions, beyond: str = "") -> str:
+def describe_gather_scatter(table: TuningTable, config: EngineOptions, beyond: str = "") -> str:
     """Describe the size up to which all-gathers and reduce-scatters are served, or the option that switches one off.
 
     Args:
@@ -75,8 +75,12 @@ def describe_parts(table: TuningTable, config: EngineOptions, beyond: str = "") 
         config: Options of the group.
         beyond: Text after a size limit, such as ", then vLLM's own".
     """
-    on = [words for name, words in _PARTS.items() if getattr(config, name)]
-    off = [f"{name} is false ({config.origins.get(name, 'Python')})" for name in _PARTS if not getattr(config, name)]
+    on = [words for name, words in _GATHER_SCATTER.items() if getattr(config, name)]
+    off = [
+        f"{name} is false ({config.origins.get(name, 'Python')})"
+        for name in _GATHER_SCATTER
+        if not getattr(config, name)
+    ]
     limit = message_limit(ALL_GATHER, table, config)
     size = "at all sizes" if limit >= EVERY_SIZE else f"to {format_bytes(limit)}{beyond}"
     return "; ".join([*([f"{' and '.join(on)} {size}"] if on else []), *off])

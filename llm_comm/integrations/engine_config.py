@@ -76,7 +76,7 @@ def seconds_at_start(config: EngineOptions, device: torch.device, usual_s: float
     return usual_s if device.type == "cuda" and not config.share_gpu else 0.0
 
 
-def check_parts_wanted(config: EngineOptions, group_name: str) -> EngineOptions:
+def check_gather_scatter_wanted(config: EngineOptions, group_name: str) -> EngineOptions:
     """Return ``config`` for a group that uses all-gather and reduce-scatter but no all-reduce.
 
     Raises:

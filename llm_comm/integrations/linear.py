@@ -95,7 +95,7 @@ def prefers_some(
 
 
 def takes_all_batches_of(weight: torch.Tensor) -> bool:
-    """Return whether ``linear_of_any_batch`` supports ``weight``. The answer holds for all batch sizes."""
+    """Return whether ``batch_invariant_linear`` supports ``weight``. The answer holds for all batch sizes."""
     return (
         weight.dtype in (torch.bfloat16, torch.float16)
         and weight.dim() == 2
@@ -104,7 +104,7 @@ def takes_all_batches_of(weight: torch.Tensor) -> bool:
     )
 
 
-def linear_of_any_batch(communicator: Communicator, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+def batch_invariant_linear(communicator: Communicator, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     """Compute ``x @ weight.T`` for any number of rows, 0 included. The bits of a row do not depend on other rows.
 
     Args:
@@ -118,7 +118,7 @@ def linear_of_any_batch(communicator: Communicator, x: torch.Tensor, weight: tor
     """
     if x.numel() == 0:
         return x.new_empty((*x.shape[:-1], weight.shape[0]))
-    return communicator.linear_of_any_batch(x.contiguous(), weight)
+    return communicator.batch_invariant_linear(x.contiguous(), weight)
 
 
 def optional_operands(bias: torch.Tensor | None, scales: Scales | None) -> dict[str, Any]:

@@ -16,7 +16,7 @@ from llm_comm.config import EngineOptions
 from llm_comm.errors import CommunicatorError
 from llm_comm.installation import VERSION
 from llm_comm.integrations import sleeping, statistics
-from llm_comm.integrations.descriptions import FIRST_FUSED, describe_parts, describe_plans, format_bytes
+from llm_comm.integrations.descriptions import FIRST_FUSED, describe_gather_scatter, describe_plans, format_bytes
 from llm_comm.integrations.engine_config import options_of
 from llm_comm.integrations.joining import NotJoinedError, SwitchedOffError, join
 from llm_comm.nodes.all_reduce import WHY_NOT_ALONE
@@ -78,13 +78,13 @@ class Member:
         if sums and communicator.nodes > 1:
             limit = format_bytes(message_limit(ALL_REDUCE, table, config))
             plans = f"hierarchical to {limit}, then {engine}'s own"
-            what = f"all-reduce {plans} ({table.describe()} in each node); {describe_parts(table, config)}"
+            what = f"all-reduce {plans} ({table.describe()} in each node); {describe_gather_scatter(table, config)}"
         elif sums:
             plans = describe_plans(table, config, f"{engine}'s own", communicator.multicast, communicator.programs)
-            what = f"all-reduce {plans} ({table.describe()}); {describe_parts(table, config)}"
+            what = f"all-reduce {plans} ({table.describe()}); {describe_gather_scatter(table, config)}"
         else:
             beyond = f", then {engine}'s own"
-            what = f"{describe_parts(table, config, beyond)} ({table.describe()})"
+            what = f"{describe_gather_scatter(table, config, beyond)} ({table.describe()})"
         return (
             f"llm_comm {VERSION} is active for group {self.group_name} ({communicator.world_size} ranks, {where}): "
             f"{what}; timeout {config.timeout_s:g} s; {communicator.multicast.describe(config)}"

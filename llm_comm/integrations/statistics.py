@@ -58,7 +58,7 @@ def follow(group_name: str, communicator: Communicator, rank: int, log: logging.
         return
     if not _at_end:
         # atexit would not work: children of multiprocessing, such as engine workers, end without running its handlers.
-        _at_end.append(Finalize(None, _tell, exitpriority=0))
+        _at_end.append(Finalize(None, _log_statistics, exitpriority=0))
         _take_signal(log)
     _groups[group_name], _logs[group_name] = communicator, log
     prometheus.serve(_stats_of_groups, rank, None if config.stats is True else config.stats, config.stats_host, log)
@@ -85,10 +85,10 @@ def _take_signal(log: logging.Logger) -> None:
     if signal.getsignal(_SIGNAL) is not signal.SIG_DFL:
         log.info("llm_comm: SIGUSR2 shows no statistics, as another handler has it")
         return
-    signal.signal(_SIGNAL, _tell)
+    signal.signal(_SIGNAL, _log_statistics)
 
 
-def _tell(number: int = 0, frame: FrameType | None = None) -> None:
+def _log_statistics(number: int = 0, frame: FrameType | None = None) -> None:
     """Log the statistics of all groups: signal handler and exit handler. Engines often end without closing groups."""
     for name, stats in _stats_of_groups().items():
         _logs[name].info("%s", describe(name, stats))

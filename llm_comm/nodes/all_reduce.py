@@ -77,7 +77,7 @@ class AllReduceOverNodes(AllReduce):
         }
         # the last gather counts the call
         gathers_last = in_node.prepare(by_size[sizes[-1]].gather, counter)
-        places = [by_size[size].slices[in_node.place] for size in sizes]
+        own_sizes = [by_size[size].slices[in_node.local_rank] for size in sizes]
         begins = [begin * dtype.itemsize for begin in accumulate(sizes[:-1], initial=0)]
         beside = side if len(sizes) > 1 else IN_ORDER
 
@@ -91,7 +91,7 @@ class AllReduceOverNodes(AllReduce):
             exchanged: list[tuple[torch.Tensor, Callable[[], None]]] = []
             with beside.joined():
                 for chunk, size in enumerate(sizes):
-                    slice_ = hierarchy.empty(places[chunk], dtype)
+                    slice_ = hierarchy.empty(own_sizes[chunk], dtype)
                     scatters, _ = prepared[size]
                     if not scatters(x + begins[chunk], address_of(slice_), stream):
                         return False
@@ -175,7 +175,7 @@ class AllReduceAddRmsNormOverNodes(AllReduceAddRmsNorm):
 
         def make(counter: _core.Counter) -> Run:
             scatters, norms = in_node.prepare(scatter), in_node.prepare(norm, counter)
-            begin, mine = sum(sizes[: in_node.place]), sizes[in_node.place]
+            begin, mine = sum(sizes[: in_node.local_rank]), sizes[in_node.local_rank]
 
             def run(x: int, residual: int, weight: int, out: int, residual_out: int, scale: int, stream: int) -> bool:
                 total = hierarchy.empty(count, dtype).fill_(-0.0)

@@ -16,7 +16,7 @@ from llm_comm.nodes.exchange import sum_in_order
 from llm_comm.nodes.hierarchy import Hierarchy, Run
 from llm_comm.nodes.in_node import address_of, bytes_at
 from llm_comm.nodes.topology import Topology
-from llm_comm.operations.parts import AllGather, Parts, ReduceScatter
+from llm_comm.operations.shards import AllGather, ReduceScatter, Shards
 from llm_comm.planning.plan import Problem
 from llm_comm.planning.planner import Planner
 from llm_comm.planning.selection import Layout
@@ -25,25 +25,27 @@ from llm_comm.runtime.core_handle import CoreHandle
 
 
 class Rows:
-    """Shards of a contiguous tensor in rank order, and in place order.
+    """Shards of a contiguous tensor in rank order, and in local-rank order.
 
-    The place of a rank is its index in its node. Place order: the ranks with place 0 of all nodes, then those with
-    place 1, and so on.
+    The local rank of a rank is its index in its node. Local-rank order: the ranks with local rank 0 of all nodes, then
+    those with local rank 1, and so on.
 
     Args:
-        parts: Division of the tensor among the ranks along a dimension.
+        shards: Division of the tensor among the ranks along a dimension.
         topology: Nodes of all ranks.
-        scale: Copied units in each element that ``parts`` counts.
+        scale: Copied units in each element that ``shards`` counts.
     """
 
-    def __init__(self, parts: Parts, topology: Topology, scale: int = 1) -> None:
-        self._rows = parts.rows
-        self._sizes = [size * scale for size in parts.row_sizes]
+    def __init__(self, shards: Shards, topology: Topology, scale: int = 1) -> None:
+        self._rows = shards.rows
+        self._sizes = [size * scale for size in shards.row_sizes]
         self._nodes = topology.nodes
-        places = len(topology.nodes[0])
-        in_blocks = all(ranks == tuple(range(n * places, (n + 1) * places)) for n, ranks in enumerate(topology.nodes))
+        local_size = len(topology.nodes[0])
+        in_blocks = all(
+            ranks == tuple(range(n * local_size, (n + 1) * local_size)) for n, ranks in enumerate(topology.nodes)
+        )
         # With equal shards and contiguous ranks in each node, one strided copy suffices.
-        self._is_regular = in_blocks and len(set(parts.row_sizes)) == 1
+        self._is_regular = in_blocks and len(set(shards.row_sizes)) == 1
 
     @property
     def whole(self) -> int:
@@ -54,41 +56,41 @@ class Rows:
         """Return the number of elements of a rank's shard."""
         return self._rows * self._sizes[rank]
 
-    def put_in_rank_order(self, by_place: torch.Tensor, room: Sequence[int], whole: torch.Tensor) -> None:
-        """Copy shards from place order to rank order.
+    def put_in_rank_order(self, by_local_rank: torch.Tensor, room: Sequence[int], whole: torch.Tensor) -> None:
+        """Copy shards from local-rank order to rank order.
 
         Args:
-            by_place: [elements]: shards in place order, each in a slot of ``room[place]`` elements.
-            room: Elements of a slot, by place.
+            by_local_rank: [elements]: shards in local-rank order, each in a slot of ``room[local_rank]`` elements.
+            room: Elements of a slot, by local rank.
             whole: [elements]: output in rank order.
         """
-        for of_whole, part in self._pairs(whole, by_place, room):
-            of_whole.copy_(part)
+        for of_whole, shard in self._pairs(whole, by_local_rank, room):
+            of_whole.copy_(shard)
 
-    def put_by_place(self, whole: torch.Tensor, by_place: torch.Tensor) -> None:
-        """Copy the shards of ``whole`` to ``by_place`` in place order, without gaps."""
-        for of_whole, part in self._pairs(whole, by_place, None):
-            part.copy_(of_whole)
+    def put_by_local_rank(self, whole: torch.Tensor, by_local_rank: torch.Tensor) -> None:
+        """Copy the shards of ``whole`` to ``by_local_rank`` in local-rank order, without gaps."""
+        for of_whole, shard in self._pairs(whole, by_local_rank, None):
+            shard.copy_(of_whole)
 
     def _pairs(
-        self, whole: torch.Tensor, by_place: torch.Tensor, room: Sequence[int] | None
+        self, whole: torch.Tensor, by_local_rank: torch.Tensor, room: Sequence[int] | None
     ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
         """Yield pairs of views, of equal shapes, with the same elements of both tensors."""
         if self._is_regular:
-            nodes, places = len(self._nodes), len(self._nodes[0])
-            part = (self._rows, self._sizes[0])
-            in_rank_order = whole.view(self._rows, nodes, places, self._sizes[0])
-            yield in_rank_order.permute(2, 1, 0, 3), by_place.view(places, nodes, *part)
+            nodes, local_size = len(self._nodes), len(self._nodes[0])
+            shard = (self._rows, self._sizes[0])
+            in_rank_order = whole.view(self._rows, nodes, local_size, self._sizes[0])
+            yield in_rank_order.permute(2, 1, 0, 3), by_local_rank.view(local_size, nodes, *shard)
             return
         wide, at = whole.view(self._rows, sum(self._sizes)), 0
-        for place in range(len(self._nodes[0])):
+        for local_rank in range(len(self._nodes[0])):
             for ranks in self._nodes:
-                rank = ranks[place]
+                rank = ranks[local_rank]
                 size = self._sizes[rank]
                 if self._rows * size:
                     part_of_whole = wide.narrow(1, sum(self._sizes[:rank]), size)
-                    yield part_of_whole, by_place[at : at + self._rows * size].view(self._rows, size)
-                at += self.of(rank) if room is None else room[place]
+                    yield part_of_whole, by_local_rank[at : at + self._rows * size].view(self._rows, size)
+                at += self.of(rank) if room is None else room[local_rank]
 
 
 # Integer types for copies, by element size: a copy of integers changes no bit.
@@ -102,19 +104,19 @@ class AllGatherOverNodes(AllGather):
         super().__init__(handle, planner, hierarchy.topology.rank)
         self._hierarchy = hierarchy
 
-    def _layout(self, parts: Parts, dtype: torch.dtype) -> Layout:
+    def _layout(self, shards: Shards, dtype: torch.dtype) -> Layout:
         planner, hierarchy = self._planner, self._hierarchy
-        in_bytes = tuple(float(size * dtype.itemsize) for size in parts.row_sizes)
-        longest = parts.rows * int(max(in_bytes))
-        problem = Problem(ALL_GATHER, longest, 0, "byte", self.world_size, (float(parts.rows), *in_bytes))
+        in_bytes = tuple(float(size * dtype.itemsize) for size in shards.row_sizes)
+        longest = shards.rows * int(max(in_bytes))
+        problem = Problem(ALL_GATHER, longest, 0, "byte", self.world_size, (float(shards.rows), *in_bytes))
         nothing = hierarchy.without_phases(problem, planner)
         if nothing is not None:
             return nothing
         in_node, topology = hierarchy.in_node, hierarchy.topology
         unit = _UNITS[dtype.itemsize]
-        rows = Rows(parts, topology, dtype.itemsize // unit.itemsize)
-        # Each slot of a place has the size of its largest shard over the nodes.
-        room = [max(rows.of(ranks[place]) for ranks in topology.nodes) for place in range(in_node.ranks)]
+        rows = Rows(shards, topology, dtype.itemsize // unit.itemsize)
+        # Each slot of a local rank has the size of its largest shard over the nodes.
+        room = [max(rows.of(ranks[local_rank]) for ranks in topology.nodes) for local_rank in range(in_node.ranks)]
         phases: list[Layout | str] = [f"all-gather between the nodes by {hierarchy.exchange.transport.name}"]
         gather = None
         if in_node.ranks > 1:
@@ -123,7 +125,7 @@ class AllGatherOverNodes(AllGather):
         return hierarchy.layout(
             ALL_GATHER,
             longest,
-            f"{parts.rows} x {list(parts.row_sizes)} elements of {dtype.itemsize} bytes",
+            f"{shards.rows} x {list(shards.row_sizes)} elements of {dtype.itemsize} bytes",
             phases,
             lambda counter: self._make(rows, unit, room, gather, counter),
         )
@@ -134,26 +136,26 @@ class AllGatherOverNodes(AllGather):
         hierarchy = self._hierarchy
         nodes, in_node, exchange = hierarchy.nodes, hierarchy.in_node, hierarchy.exchange
         gathers = None if gather is None else in_node.prepare(gather, counter)
-        own, own_room = rows.of(hierarchy.topology.rank), room[in_node.place]
+        own, own_room = rows.of(hierarchy.topology.rank), room[in_node.local_rank]
 
         def run(x: int, out: int, stream: int) -> bool:
-            of_place = hierarchy.empty(nodes * own_room, unit)
+            of_local_rank = hierarchy.empty(nodes * own_room, unit)
             if own_room:  # room is equal on all nodes, so all skip an empty exchange
-                part = bytes_at(x, own * unit.itemsize, hierarchy.device).view(unit)
+                shard = bytes_at(x, own * unit.itemsize, hierarchy.device).view(unit)
                 if own < own_room:
                     padded = hierarchy.empty(own_room, unit)
-                    padded[:own].copy_(part)
-                    part = padded
-                exchange.gather(of_place, part)
-            by_place = of_place
+                    padded[:own].copy_(shard)
+                    shard = padded
+                exchange.gather(of_local_rank, shard)
+            by_local_rank = of_local_rank
             if gathers is None:
                 counter.add()
             else:
-                by_place = hierarchy.empty(nodes * sum(room), unit)
-                if not gathers(address_of(of_place), address_of(by_place), stream):
+                by_local_rank = hierarchy.empty(nodes * sum(room), unit)
+                if not gathers(address_of(of_local_rank), address_of(by_local_rank), stream):
                     return False
             whole = bytes_at(out, rows.whole * unit.itemsize, hierarchy.device).view(unit)
-            rows.put_in_rank_order(by_place, room, whole)
+            rows.put_in_rank_order(by_local_rank, room, whole)
             return True
 
         return run
@@ -166,28 +168,30 @@ class ReduceScatterOverNodes(ReduceScatter):
         super().__init__(handle, planner, hierarchy.topology.rank)
         self._hierarchy = hierarchy
 
-    def _layout(self, parts: Parts, dtype: torch.dtype) -> Layout:
+    def _layout(self, shards: Shards, dtype: torch.dtype) -> Layout:
         planner, hierarchy = self._planner, self._hierarchy
         data_type = self._data_types[dtype]
-        count = parts.rows * max(parts.row_sizes)
-        in_row = tuple(map(float, parts.row_sizes))
-        problem = Problem(REDUCE_SCATTER, count, 0, data_type, self.world_size, (float(parts.rows), *in_row))
+        count = shards.rows * max(shards.row_sizes)
+        in_row = tuple(map(float, shards.row_sizes))
+        problem = Problem(REDUCE_SCATTER, count, 0, data_type, self.world_size, (float(shards.rows), *in_row))
         nothing = hierarchy.without_phases(problem, planner)
         if nothing is not None:
             return nothing
         in_node, topology = hierarchy.in_node, hierarchy.topology
-        rows = Rows(parts, topology)
+        rows = Rows(shards, topology)
         phases: list[Layout | str] = []
         scatter = None
         if in_node.ranks > 1:
-            of_place = [sum(rows.of(ranks[place]) for ranks in topology.nodes) for place in range(in_node.ranks)]
-            scatter = in_node.scatters(of_place, data_type)
+            of_local_rank = [
+                sum(rows.of(ranks[local_rank]) for ranks in topology.nodes) for local_rank in range(in_node.ranks)
+            ]
+            scatter = in_node.scatters(of_local_rank, data_type)
             phases.append(scatter)
         phases.append(f"all-to-all between the nodes by {hierarchy.exchange.transport.name}")
         return hierarchy.layout(
             REDUCE_SCATTER,
             problem.message_bytes(),
-            f"{parts.rows} x {list(parts.row_sizes)} {data_type}",
+            f"{shards.rows} x {list(shards.row_sizes)} {data_type}",
             phases,
             lambda counter: self._make(rows, dtype, scatter, counter),
         )
@@ -201,21 +205,21 @@ class ReduceScatterOverNodes(ReduceScatter):
 
         def run(x: int, out: int, stream: int) -> bool:
             whole = bytes_at(x, rows.whole * dtype.itemsize, hierarchy.device).view(dtype)
-            by_place = hierarchy.empty(rows.whole, dtype)
-            rows.put_by_place(whole, by_place)
-            node_sums = by_place
+            by_local_rank = hierarchy.empty(rows.whole, dtype)
+            rows.put_by_local_rank(whole, by_local_rank)
+            node_sums = by_local_rank
             if scatters is None:
                 counter.add()
             else:
                 node_sums = hierarchy.empty(sum(of_partners), dtype)
-                if not scatters(by_place.data_ptr(), address_of(node_sums), stream):
+                if not scatters(by_local_rank.data_ptr(), address_of(node_sums), stream):
                     return False
             if sum(of_partners):  # the partners' sizes are known on all nodes, so all skip an empty exchange
-                parts = hierarchy.empty(hierarchy.nodes * own, dtype)
-                exchange.scatter(parts, node_sums, own, of_partners)
+                shards = hierarchy.empty(hierarchy.nodes * own, dtype)
+                exchange.scatter(shards, node_sums, own, of_partners)
                 if own:
                     total = bytes_at(out, own * dtype.itemsize, hierarchy.device).view(dtype)
-                    sum_in_order(parts.view(hierarchy.nodes, own), total)
+                    sum_in_order(shards.view(hierarchy.nodes, own), total)
             return True
 
         return run

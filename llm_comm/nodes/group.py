@@ -61,7 +61,7 @@ class MultiNodeGroup:
         self.memory_kind = connected.memory_kind
         #: Planner for all ranks: plans calls as a whole.
         self.planner = Planner(world, planner.table, config, planner.limits, planner.multicast)
-        self._places = planner.world_size
+        self._local_size = planner.world_size
         self._in_node = Planner(
             planner.world_size,
             planner.table,
@@ -72,13 +72,13 @@ class MultiNodeGroup:
         self._transport = transport
         self._topology = topology
         self._watch = node_watch
-        in_node = InNode(handle, self._in_node, topology.place)
+        in_node = InNode(handle, self._in_node, topology.local_rank)
         exchange = Exchange(transport, len(topology.nodes))
         # as kernels do within a node
         compares = config.debug or handle.device.type == "cpu"
         agreement = Agreement(transport, topology, handle.device) if compares else None
         rows = self._rows_of(planner.table)
-        self._hierarchy = Hierarchy(handle, topology, in_node, exchange, rows, node_watch.hears, agreement)
+        self._hierarchy = Hierarchy(handle, topology, in_node, exchange, rows, node_watch.is_notified, agreement)
         self.planner.table = self.use_table(planner.table)
         node_watch.start()
 
@@ -110,7 +110,7 @@ class MultiNodeGroup:
         return self._in_node.table
 
     def _rows_of(self, table: TuningTable) -> NodeRows:
-        return rows_for(table.nodes, table.name, self.nodes, self._places)
+        return rows_for(table.nodes, table.name, self.nodes, self._local_size)
 
     def describe(self) -> str:
         """Return the nodes in words for the log: "2 nodes of 4 ranks, NCCL between them"."""
@@ -123,9 +123,9 @@ class MultiNodeGroup:
         return len(self._topology.nodes)
 
     @property
-    def place(self) -> int:
+    def local_rank(self) -> int:
         """Rank of this process in its node."""
-        return self._topology.place
+        return self._topology.local_rank
 
     @contextlib.contextmanager
     def closing(self) -> Iterator[None]:
@@ -134,7 +134,7 @@ class MultiNodeGroup:
         The block begins after a call of another thread has ended, and after failures were reported to the other nodes.
         The connections are closed at its end.
         """
-        with self._hierarchy.turn:
+        with self._hierarchy.call_lock:
             self._watch.stop()
             try:
                 yield
@@ -194,7 +194,7 @@ def _connect_partners(
     kind: str,
     timeout_s: float,
 ) -> Transport:
-    of_partners = PrefixStore(f"place/{topology.place}", store)
+    of_partners = PrefixStore(f"place/{topology.local_rank}", store)
     common = (of_partners, topology.node, len(topology.nodes), timeout_s)
     if kind == "nccl":
         return StreamTransport(*common)

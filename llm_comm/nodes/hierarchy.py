@@ -93,7 +93,7 @@ class Hierarchy:
         in_node: Calls within the node.
         exchange: Exchange between nodes.
         rows: Table rows for the exchange; may be replaced.
-        hears: Returns whether another rank has reported a failure. This communicator has then ended.
+        is_notified: Returns whether another rank has reported a failure. This communicator has then ended.
         agreement: Compares calls before they run; None: no comparison.
     """
 
@@ -104,7 +104,7 @@ class Hierarchy:
         in_node: InNode,
         exchange: Exchange,
         rows: NodeRows,
-        hears: Callable[[], bool],
+        is_notified: Callable[[], bool],
         agreement: Agreement | None,
     ) -> None:
         self.device = handle.device
@@ -115,9 +115,9 @@ class Hierarchy:
         self.side = SideStream(handle.device)
         #: Held during a whole operation: phases of two operations must not interleave. Reentrant, because a signal
         #: handler that interrupts an operation may close the communicator.
-        self.turn = threading.RLock()
+        self.call_lock = threading.RLock()
         self._is_in_call = False
-        self._hears = hears
+        self._is_notified = is_notified
         self._agreement = agreement
         self._handle = handle
 
@@ -196,7 +196,7 @@ class Hierarchy:
     def _guarded(self, operation: str, call: str, run: Run) -> Run:
         def guarded(*of_call: int) -> bool:
             self._handle.check_open()  # before the lock: in a forked child, no thread exists that could release it
-            with self.turn:
+            with self.call_lock:
                 if self._is_in_call:
                     raise RuntimeError(
                         f"{operation} is called within another operation of this communicator and thread, as by a "
@@ -211,7 +211,7 @@ class Hierarchy:
         return guarded
 
     def _in_turn(self, operation: str, call: str, run: Callable[[], bool]) -> bool:
-        """Run a call. This thread holds ``turn``."""
+        """Run a call. This thread holds ``call_lock``."""
         try:
             # Check first: if the first phase is an exchange, no kernel would notice a failure, and the partners may be
             # at another call.
@@ -240,14 +240,14 @@ class Hierarchy:
         topology = self.topology
         text = (
             f"{topology.names.in_group(topology.rank)}: the nodes disagree about a call: {differences}. All ranks "
-            "must make the same calls in the same order. This communicator cannot be used any more."
+            "must make the same calls in the same order. This communicator can no longer be used."
         )
         brief = f"disagrees with {topology.names.several(topology.others)}"
         self._handle.end_with(RankError(MismatchError.__name__, text, brief, topology.rank, topology.others[0]))
 
     def _fail(self, operation: str, error: RuntimeError) -> None:
         """End the communicator because the transport failed, unless another rank has reported a cause."""
-        if self._hears():
+        if self._is_notified():
             return
         where = f"in a hierarchical {operation}"
         self._handle.end_with(lost_partners(self.topology, self.exchange.transport.name, where, _first_line(error)))

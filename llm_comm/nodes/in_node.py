@@ -53,21 +53,21 @@ class InNode:
     Args:
         handle: Handle of the core that connects the ranks of this node.
         planner: Planner for the ranks of the node; it declines no size.
-        place: Rank of this process in its node.
+        local_rank: Rank of this process in its node.
     """
 
-    def __init__(self, handle: CoreHandle, planner: Planner, place: int) -> None:
+    def __init__(self, handle: CoreHandle, planner: Planner, local_rank: int) -> None:
         self._handle = handle
         self.planner = planner
-        self.place = place
+        self.local_rank = local_rank
         self.ranks = planner.world_size
 
     def scatters(self, sizes: Sequence[int], data_type: str) -> Layout:
-        """Plan a reduce-scatter of a flat tensor into ``sizes`` elements by place, not all 0."""
+        """Plan a reduce-scatter of a flat tensor into ``sizes`` elements by local rank, not all 0."""
         return self._lay_out(REDUCE_SCATTER, sizes, data_type)
 
     def gathers(self, sizes: Sequence[int]) -> Layout:
-        """Plan an all-gather of ``sizes`` bytes by place, not all 0."""
+        """Plan an all-gather of ``sizes`` bytes by local rank, not all 0."""
         return self._lay_out(ALL_GATHER, sizes, "byte")
 
     def norms(self, count: int, row: int, data_type: str, parameters: tuple[float, ...]) -> Layout:
@@ -90,20 +90,20 @@ def address_of(buffer: torch.Tensor) -> int:
     return buffer.data_ptr() or _SPARE
 
 
-def chunks(count: int, chunk_bytes: int, places: int, itemsize: int) -> list[int]:
+def chunks(count: int, chunk_bytes: int, local_size: int, itemsize: int) -> list[int]:
     """Return the elements of each chunk of a message; one chunk if ``chunk_bytes`` is 0.
 
-    Chunks are equal except for the last. They have whole lines for each place, so that slices are equal too.
+    Chunks are equal except for the last. They have whole lines for each local rank, so that slices are equal too.
     """
     if chunk_bytes == 0:
         return [count]
-    step = math.lcm(16, itemsize) // itemsize * places
+    step = math.lcm(16, itemsize) // itemsize * local_size
     chunk = max(1, chunk_bytes // itemsize // step) * step
     return [min(chunk, count - first) for first in range(0, count, chunk)]
 
 
-def slices(count: int, places: int, itemsize: int) -> list[int]:
-    """Return how many of ``count`` elements each place owns: equal slices of whole lines, except for the last ones."""
+def slices(count: int, local_size: int, itemsize: int) -> list[int]:
+    """Return how many of ``count`` elements each local rank owns: slices of whole lines, equal except for the last."""
     in_line = math.lcm(16, itemsize) // itemsize
-    slice_ = -(-count // (places * in_line)) * in_line
-    return [min(slice_, max(0, count - place * slice_)) for place in range(places)]
+    slice_ = -(-count // (local_size * in_line)) * in_line
+    return [min(slice_, max(0, count - local_rank * slice_)) for local_rank in range(local_size)]

@@ -36,7 +36,7 @@ class Topology:
         return next(node for node, ranks in enumerate(self.nodes) if self.rank in ranks)
 
     @property
-    def place(self) -> int:
+    def local_rank(self) -> int:
         """Index of this rank among the ranks of its node."""
         return self.ranks_here.index(self.rank)
 
@@ -47,12 +47,12 @@ class Topology:
 
     @property
     def partners(self) -> tuple[int, ...]:
-        """Ranks with the same place in their nodes, this rank included, by node."""
-        return tuple(ranks[self.place] for ranks in self.nodes)
+        """Ranks with the same local rank in their nodes, this rank included, by node."""
+        return tuple(ranks[self.local_rank] for ranks in self.nodes)
 
-    def by_place(self) -> list[int]:
-        """Return all ranks in place order: place 0 of all nodes, then place 1, and so on."""
-        return [ranks[place] for place in range(len(self.nodes[0])) for ranks in self.nodes]
+    def by_local_rank(self) -> list[int]:
+        """Return all ranks in local-rank order: local rank 0 of all nodes, then local rank 1, and so on."""
+        return [ranks[local_rank] for local_rank in range(len(self.nodes[0])) for ranks in self.nodes]
 
     @property
     def others(self) -> tuple[int, ...]:
@@ -137,11 +137,13 @@ class NodeRendezvous(Rendezvous):
 
     def __init__(self, everyone: Rendezvous, topology: Topology) -> None:
         super().__init__(everyone.group, everyone.timeout_s, everyone.device)
-        self.rank, self.world_size = topology.place, len(topology.ranks_here)
+        self.rank, self.world_size = topology.local_rank, len(topology.ranks_here)
         self.names = topology.names.part(topology.ranks_here)
         self._everyone = everyone
         self._ranks = topology.ranks_here
 
-    def _meet(self, what: str, value: Any, failure: Failure | None, own_error: Exception | None = None) -> list[Any]:
-        said = self._everyone._meet(what, value, failure, own_error)
+    def _synchronize(
+        self, what: str, value: Any, failure: Failure | None, own_error: Exception | None = None
+    ) -> list[Any]:
+        said = self._everyone._synchronize(what, value, failure, own_error)
         return [said[rank] for rank in self._ranks]

@@ -48,8 +48,9 @@ _CHECK_S = 0.02
 
 
 class Transport(Protocol):
-    """Transport between partners, the ranks with the same place in their nodes. All make the same calls in the same
-    order.
+    """Transport between partners: the ranks with the same local rank in their nodes.
+
+    All partners make the same calls in the same order.
 
     A rank makes one call at a time. Only ``look`` and ``abort`` may run concurrently with a call.
     """
@@ -201,7 +202,7 @@ class HostTransport:
         keep_in_child(self._partners)
         self._timeout_s = timeout_s
         self._check = check
-        self._tell = tell
+        self._notify = tell
 
     def all_gather(self, out: torch.Tensor, x: torch.Tensor) -> None:
         on_host = _host_memory(out, x)
@@ -236,7 +237,7 @@ class HostTransport:
         try:
             self._wait_until(work)
         finally:
-            self._tell(False)
+            self._notify(False)
 
     def _wait_until(self, work: dist.Work) -> None:
         begin = last_check = time.monotonic()
@@ -247,7 +248,7 @@ class HostTransport:
                 raise RuntimeError(f"nothing came for {self._timeout_s:g} s (LLM_COMM_TIMEOUT_S)")
             if now - last_check > _CHECK_S:
                 last_check = now
-                self._tell(True)
+                self._notify(True)
                 self._check()
             time.sleep(pause)
             pause = min(2 * pause, _LONGEST_WAIT_S)

@@ -77,7 +77,7 @@ class UcxTransport:
         load()
         self._node, self._nodes = topology.node, len(topology.nodes)
         self._device = device
-        self._tell = tell
+        self._notify = tell
         self._exchange = _core.NodeExchange(
             rank=self._node,
             ranks=self._nodes,
@@ -109,7 +109,7 @@ class UcxTransport:
 
     def look(self) -> str:
         began = self._began
-        self._tell(began is not None and time.monotonic() - began > _LATE_S)
+        self._notify(began is not None and time.monotonic() - began > _LATE_S)
         return self._exchange.error()
 
     def abort(self) -> None:

@@ -31,7 +31,7 @@ logger = logging.getLogger("llm_comm")
 _REPORT, _CLOSED = "report", "closed"
 _LONGEST_BEAT_S, _BEAT_SHARE = 1.0, 1 / 10
 _LONGEST_LOOK_S, _LOOK_SHARE = 0.2, 1 / 40
-_LONGEST_HEAR_S, _HEAR_SHARE = 0.5, 1 / 20
+_MAX_REPORT_WAIT_S, _REPORT_WAIT_SHARE = 0.5, 1 / 20
 # Longest time in seconds from a transport's failure until it becomes the error of this rank: a report of another rank,
 # with the cause, has precedence.
 _LONGEST_PATIENCE_S, _PATIENCE_SHARE = 2.0, 1 / 5
@@ -53,8 +53,8 @@ def lost_partners(topology: Topology, transport: str, where: str, why: str) -> R
     failed = f"failed {where}" if where else "failed"
     text = (
         f"{names.in_group(rank)}: exchange with {names.each(others)} by {transport} {failed}: {why}. A node, or a "
-        "rank of it, has died, hangs, makes other calls than this rank, or cannot be reached. This communicator cannot "
-        "be used any more."
+        "rank of it, has died, hangs, makes other calls than this rank, or cannot be reached. This communicator can "
+        "no longer be used."
     )
     brief = f"lost {names.several(others)} between the nodes"
     return RankError(PeerTimeout.__name__, text, brief, rank, others[0])
@@ -78,7 +78,7 @@ class Heartbeat(threading.Thread):
         self._store = store
         self._node = topology.node
         # The first rank of each node sends its heartbeats.
-        self._is_first = topology.place == 0
+        self._is_first = topology.local_rank == 0
         self._look_s = look_s
         self._beat_s = min(_LONGEST_BEAT_S, timeout_s * _BEAT_SHARE)
         self._beats = 0
@@ -186,12 +186,12 @@ class NodeWatch(threading.Thread):
         self._transport = weakref.ref(transport)
         self._limit_s = timeout_s * _SILENCE_SHARE
         self._look_s = min(_LONGEST_LOOK_S, timeout_s * _LOOK_SHARE)
-        self._hear_s = min(_LONGEST_HEAR_S, timeout_s * _HEAR_SHARE)
+        self._report_wait_s = min(_MAX_REPORT_WAIT_S, timeout_s * _REPORT_WAIT_SHARE)
         self._heartbeat = Heartbeat(store, topology, self._look_s, timeout_s)
         # Wait for a report of the failed peer's own node, which knows more. No call of this rank is delayed by it.
         self._patience_s = min(_LONGEST_PATIENCE_S, timeout_s * _PATIENCE_SHARE)
         self._lost_at: float | None = None
-        self._has_heard = threading.Event()
+        self._notified = threading.Event()
         self._stopping = threading.Event()
         handle.when_dropped(self.stop)
 
@@ -205,12 +205,12 @@ class NodeWatch(threading.Thread):
         if self.is_alive() and threading.current_thread() is not self:
             self.join(_LONGEST_STOP_S)
 
-    def hears(self) -> bool:
+    def is_notified(self) -> bool:
         """Return whether another rank has reported a failure. This communicator has then ended.
 
         Waits for a moment: a connection may have closed because the peer received the report earlier.
         """
-        return self._has_heard.wait(2 * self._look_s + self._hear_s)
+        return self._notified.wait(2 * self._look_s + self._report_wait_s)
 
     def run(self) -> None:
         try:
@@ -228,11 +228,11 @@ class NodeWatch(threading.Thread):
             return False
         error = _failure_of(handle)
         if error is None:
-            error = self._heard() or self._silent_node() or self._lost()
+            error = self._reported_error() or self._silent_node() or self._lost()
             if error is None:
                 return True
             handle.end_with(error)
-            self._has_heard.set()
+            self._notified.set()
         self._heartbeat.post(error)
         transport = self._transport()
         if transport is not None:  # abort calls of this rank that wait for other nodes
@@ -240,15 +240,15 @@ class NodeWatch(threading.Thread):
                 transport.abort()
         return False
 
-    def _heard(self) -> RankError | None:
+    def _reported_error(self) -> RankError | None:
         """Return the reported failure of another rank, as an error of this rank, or None."""
         report = self._heartbeat.report
         if report is None:
             return None
         names, rank = self._topology.names, self._topology.rank
-        culprit = "" if report.peer == report.rank else f" The culprit: {names.full(report.peer)}."
+        failed_peer = "" if report.peer == report.rank else f" Failed peer: {names.full(report.peer)}."
         by = names.full(report.rank)
-        text = f"{names.in_group(rank)} was notified of a failure by {by}.{culprit} Its error: {report.text}"
+        text = f"{names.in_group(rank)} was notified of a failure by {by}.{failed_peer} Its error: {report.text}"
         return RankError(report.kind, text, report.brief, rank, report.peer)
 
     def _silent_node(self) -> RankError | None:
@@ -280,9 +280,9 @@ class NodeWatch(threading.Thread):
         text = (
             f"{names.in_group(topology.rank)}: no sign of life from node {node}, {topology.hosts[node]}, with "
             f"{names.each(ranks)}, for {silent_s:.1f} s: it is gone, hangs, or cannot be reached. "
-            "LLM_COMM_TIMEOUT_S sets the limit. This communicator cannot be used any more."
+            "LLM_COMM_TIMEOUT_S sets the limit. This communicator can no longer be used."
         )
-        brief = f"heard nothing of node {node} any more"
+        brief = f"lost contact with node {node}"
         return RankError(PeerTimeout.__name__, text, brief, topology.rank, ranks[0])
 
 

@@ -11,7 +11,7 @@ from llm_comm import arrays
 from llm_comm.operations import torch_operators
 from llm_comm.operations.operands import is_traced
 from llm_comm.operations.operands import is_watched as _is_watched
-from llm_comm.operations.parts import PartsOperation, Sizes
+from llm_comm.operations.shards import ShardsOperation, Sizes
 from llm_comm.planning.plan import Plan
 
 # Global names are cheaper to look up than attributes.
@@ -102,17 +102,17 @@ class GatherScatter:
         result: torch.Tensor | None = self._reduce_scatter(x, dim, sizes, None, True)
         return result
 
-    def _try(self, operation: PartsOperation, x: torch.Tensor, dim: int, sizes: Sizes | None) -> torch.Tensor | None:
+    def _try(self, operation: ShardsOperation, x: torch.Tensor, dim: int, sizes: Sizes | None) -> torch.Tensor | None:
         result: torch.Tensor | None = None
         if _accepts(operation, x, dim, sizes):
             result = self._dispatch(operation, x, dim, sizes, None)
         return result
 
-    def _dispatch(self, operation: PartsOperation, x: Any, dim: int, sizes: Sizes | None, out: Any) -> Any:
+    def _dispatch(self, operation: ShardsOperation, x: Any, dim: int, sizes: Sizes | None, out: Any) -> Any:
         """Handle arrays, tensor subclasses and traced tensors: through the registered torch operator, or as an
         array."""
         if isinstance(x, _Tensor):
-            return torch_operators.on_parts(operation, x, dim, sizes, out, self.name)
+            return torch_operators.on_shards(operation, x, dim, sizes, out, self.name)
         method: Callable[..., Any] = getattr(self, operation.name)
         return arrays.call(lambda x, out: method(x, dim, sizes, out), x, out)
 
@@ -149,6 +149,6 @@ class GatherScatter:
         return self._operations.reduce_scatter.plan(arrays.as_tensor(x), dim, sizes)
 
 
-def _accepts(calls: PartsOperation, x: Any, dim: int, sizes: Sizes | None) -> bool:
+def _accepts(calls: ShardsOperation, x: Any, dim: int, sizes: Sizes | None) -> bool:
     tensor = x if isinstance(x, torch.Tensor) else arrays.as_tensor(x)
     return calls.accepts_traced(tensor, dim, sizes) if is_traced(tensor) else calls.accepts(tensor, dim, sizes)

@@ -48,7 +48,7 @@ ALIGNMENT = 16
 #: Parameter name of the layer's weight in each operation. Other operations call it ``linear_weight``.
 _WEIGHTS = {
     LINEAR: "weight",
-    "linear_of_any_batch": "weight",
+    "batch_invariant_linear": "weight",
     LINEAR_SILU_AND_MUL: "gate_up_weight",
     LINEAR_GELU_TANH_AND_MUL: "gate_up_weight",
 }
@@ -190,7 +190,7 @@ class Linear:
         ):
             why = self._why_not(x, weight, scaling, bias, weight_of(operation))
             if why:
-                self._handle.tallies.decline(self._name, why)
+                self._handle.statistics.decline(self._name, why)
                 raise UnsupportedInputError(f"{operation}: {why}")
             prepared = self._prepare(x, weight, scaling)
         if weight.data_ptr() % ALIGNMENT != 0:
@@ -265,7 +265,7 @@ class Linear:
             return self._accepts_traced(x, weight, scaling, bias)
         why = self._why_not(x, weight, scaling, bias)
         if why:
-            self._handle.tallies.decline(self._name, why)
+            self._handle.statistics.decline(self._name, why)
         return not why
 
     def _accepts_traced(
@@ -311,7 +311,7 @@ class Linear:
             shape = (*x.shape[:-1], outputs)
             elements = math.prod(shape)
             kind = self._name, elements * dtype.itemsize, _ALGORITHM, NONE
-            counter = self._handle.tallies.counter(*kind)
+            counter = self._handle.statistics.counter(*kind)
             scales = {} if scaling is None else {"scales": scaling.whose(x, rows)}
             if scaling is not None and _core.SCALE_OF_BLOCK in scales["scales"]:
                 scales["x_scale_strides"] = scaling.strides_of_blocks()
@@ -348,7 +348,7 @@ class Linear:
         except ValueError as error:
             # The row was measured on another device or written by hand. The layer itself is supported.
             logger.warning(
-                "llm_comm: tuning table %s: %s; goes by the kernel's own choice", self._planner.table.name, error
+                "llm_comm: tuning table %s: %s; uses the kernel's own choice", self._planner.table.name, error
             )
             return prepare(choice=_core.LinearChoice())
 

@@ -30,7 +30,7 @@ class LinearLayers:
     _planner: Planner
     # Bound ``run`` methods of the operations: one attribute look-up for a call.
     _linear: Callable[..., Any]
-    _linear_of_any_batch: Callable[..., Any]
+    _batch_invariant_linear: Callable[..., Any]
     _linear_silu_and_mul: Callable[..., Any]
     _linear_gelu_tanh_and_mul: Callable[..., Any]
     _linear_all_reduce: Callable[..., Any]
@@ -106,7 +106,7 @@ class LinearLayers:
             result = self._linear(x, weight, out, bias, x_scale, weight_scale, out_dtype)
         return result
 
-    def linear_of_any_batch(
+    def batch_invariant_linear(
         self,
         x: torch.Tensor,
         weight: torch.Tensor,
@@ -137,9 +137,11 @@ class LinearLayers:
             or type(bias) not in _PLAIN
             or _is_watched()
         ):
-            result: torch.Tensor = linear_operators.linear("linear_of_any_batch", x, weight, out, bias, None, self.name)
+            result: torch.Tensor = linear_operators.linear(
+                "batch_invariant_linear", x, weight, out, bias, None, self.name
+            )
         else:
-            result = self._linear_of_any_batch(x, weight, out, bias)
+            result = self._batch_invariant_linear(x, weight, out, bias)
         return result
 
     def linear_silu_and_mul(
@@ -497,11 +499,11 @@ class LinearLayers:
         """
         return self._operations.linear.accepts(x, weight, Scaling.of(x_scale, weight_scale, out_dtype), bias)
 
-    def accepts_linear_of_any_batch(
+    def accepts_batch_invariant_linear(
         self, x: torch.Tensor, weight: torch.Tensor, *, bias: torch.Tensor | None = None
     ) -> bool:
-        """Return whether ``linear_of_any_batch`` supports these operands, on the terms of ``accepts_linear``."""
-        return self._operations.linear_of_any_batch.accepts(x, weight, None, bias)
+        """Return whether ``batch_invariant_linear`` supports these operands, on the terms of ``accepts_linear``."""
+        return self._operations.batch_invariant_linear.accepts(x, weight, None, bias)
 
     def accepts_linear_silu_and_mul(
         self,

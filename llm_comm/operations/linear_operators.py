@@ -89,7 +89,7 @@ def _empty_sum(operands: Mapping[str, Any]) -> _Tensor:
 
 
 _define_layer("linear", in_order=False)
-_define_layer("linear_of_any_batch", in_order=False)
+_define_layer("batch_invariant_linear", in_order=False)
 _define_layer("linear_silu_and_mul", parts=2, in_order=False)
 _define_layer("linear_gelu_tanh_and_mul", parts=2, in_order=False)
 _define_layer("linear_all_reduce", behind=f", {OPERAND}")

@@ -79,7 +79,7 @@ class Operation:
     def _prepare_call(self, layout: Layout) -> Prepared | str:
         """Prepare the launch of a call. Return the reason as text if the message is declined."""
         core = self._handle.core()
-        plan, counter_of = layout.plan, self._handle.tallies.counter
+        plan, counter_of = layout.plan, self._handle.statistics.counter
         if plan.algorithm == "declined":
             return plan.reason
         of_message = plan.operation, plan.message_bytes
@@ -103,11 +103,11 @@ class Operation:
 
     def _count_unlaunched(self, plan: Plan) -> None:
         """Count a call that exchanges nothing and is therefore not launched. The core counts launched calls."""
-        self._handle.tallies.counter(plan.operation, plan.message_bytes, plan.algorithm, plan.protocol).add()
+        self._handle.statistics.counter(plan.operation, plan.message_bytes, plan.algorithm, plan.protocol).add()
 
     def _count_declined(self, why: str) -> None:
         """Count a declined input."""
-        self._handle.tallies.decline(self._info.name, why)
+        self._handle.statistics.decline(self._info.name, why)
 
     def _why_not_type(self, dtype: torch.dtype) -> str:
         return "" if dtype in self._data_types else f"{dtype} is not one of {', '.join(map(str, self._data_types))}"

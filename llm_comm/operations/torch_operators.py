@@ -32,7 +32,7 @@ from llm_comm.operations.fp8 import FP8, GROUPS, empty_scales, makes_scales
 from llm_comm.operations.linear import Linear
 from llm_comm.operations.linear_all_reduce import LinearAllReduce, LinearAllReduceAddRmsNorm
 from llm_comm.operations.operands import check_constant, why_not_writable
-from llm_comm.operations.parts import AllGather, PartsOperation, ReduceScatter, Sizes
+from llm_comm.operations.shards import AllGather, ReduceScatter, ShardsOperation, Sizes
 
 _Node = torch.fx.Node
 
@@ -43,7 +43,7 @@ _in_order: set[torch._ops.OpOverload] = set()
 _library = torch.library.Library("llm_comm", "DEF")
 # Schema of all-gather and reduce-scatter. Shapes of results depend on rank and world size, and graphs on disk may be
 # shared between ranks and world sizes. So both are operands, which the operator checks.
-_PARTS = "Tensor x, int dim, SymInt[]? sizes, int rank, int world_size, str communicator"
+_SHARDS = "Tensor x, int dim, SymInt[]? sizes, int rank, int world_size, str communicator"
 
 #: Suffix of the operator's name after the operation's name, by ``quantize``.
 OF_QUANTIZATION: dict[str | None, str] = {
@@ -133,7 +133,7 @@ class Operations:
     linear: Linear
     linear_silu_and_mul: Linear
     linear_gelu_tanh_and_mul: Linear
-    linear_of_any_batch: Linear
+    batch_invariant_linear: Linear
     linear_all_reduce: LinearAllReduce
     linear_all_reduce_add_rms_norm: LinearAllReduceAddRmsNorm
 
@@ -161,7 +161,7 @@ def find(communicator: str) -> Operations:
     """
     found = _operations.get(communicator)
     if found is None:
-        raise RuntimeError(f"there is no communicator {communicator!r} in this process (any more)")
+        raise RuntimeError(f"there is no communicator {communicator!r} in this process")
     return found
 
 
@@ -222,7 +222,9 @@ def check_tensors(operation: str, operands: Mapping[str, Any], optional: Contain
             raise UnsupportedInputError(f"{operation}: {name} is a {type(operand).__name__}, not a tensor")
 
 
-def on_parts(operation: PartsOperation, x: _Tensor, dim: int, sizes: Sizes | None, out: Any, communicator: str) -> Any:
+def on_shards(
+    operation: ShardsOperation, x: _Tensor, dim: int, sizes: Sizes | None, out: Any, communicator: str
+) -> Any:
     """Run ``Communicator.all_gather`` or ``reduce_scatter`` through torch's dispatcher."""
     name = operation.name
     check_outputs(name, out=out)
@@ -358,7 +360,7 @@ define(f"all_reduce(Tensor x, str communicator, {OPERAND}) -> Tensor", _all_redu
 torch.library.register_vmap("llm_comm::all_reduce", _all_reduce_of_batch, lib=_library)
 
 
-def _define_parts(name: str, length: Callable[[int, Sizes | None, int, int], int]) -> None:
+def _define_shards(name: str, length: Callable[[int, Sizes | None, int, int], int]) -> None:
     """Define the operator of all-gather or reduce-scatter.
 
     Args:
@@ -368,7 +370,7 @@ def _define_parts(name: str, length: Callable[[int, Sizes | None, int, int], int
     """
 
     def run(x: _Tensor, dim: int, sizes: Sizes | None, rank: int, world_size: int, *others: Any) -> _Tensor:
-        operation: PartsOperation = getattr(find(others[0]), name)  # others: communicator's name, ``after``
+        operation: ShardsOperation = getattr(find(others[0]), name)  # others: communicator's name, ``after``
         if (rank, world_size) != (operation.rank, operation.world_size):
             raise UnsupportedInputError(
                 f"{name}: the call is that of rank {rank} of {world_size}; this is rank {operation.rank} of "
@@ -389,12 +391,12 @@ def _define_parts(name: str, length: Callable[[int, Sizes | None, int, int], int
         physical = logical + (logical >= batch)
         return getattr(torch.ops.llm_comm, name)(x.contiguous(), physical, *others), batch
 
-    define(f"{name}({_PARTS}, {OPERAND}) -> Tensor", run, fake)
+    define(f"{name}({_SHARDS}, {OPERAND}) -> Tensor", run, fake)
     torch.library.register_vmap(f"llm_comm::{name}", of_batch, lib=_library)
 
 
-_define_parts("all_gather", lambda part, sizes, _, world: part * world if sizes is None else sum(sizes))
-_define_parts("reduce_scatter", lambda whole, sizes, rank, world: whole // world if sizes is None else sizes[rank])
+_define_shards("all_gather", lambda shard, sizes, _, world: shard * world if sizes is None else sum(sizes))
+_define_shards("reduce_scatter", lambda whole, sizes, rank, world: whole // world if sizes is None else sizes[rank])
 define_norms(
     "all_reduce_add_rms_norm",
     "Tensor x, Tensor? residual, Tensor weight",

@@ -81,7 +81,7 @@ def why_not(algorithm: registry.Algorithm, config: Config, multicast: Multicast,
         multicast: State of multicast.
         is_forced: An option names the algorithm.
     """
-    if not algorithm.by_switch:
+    if not algorithm.uses_multimem:
         return ""
     if not multicast.is_up:
         return f"NVLink multicast is off: {multicast.why}"

@@ -39,18 +39,18 @@ class Problem:
     def whole_bytes(self) -> int:
         """Return the size in bytes that ``max_message_bytes`` limits: a rank's input; for operations on shards, the
         whole tensor."""
-        if not registry.operations()[self.operation].has_parts:
+        if not registry.operations()[self.operation].has_shards:
             return self.message_bytes()
         rows, *sizes = self.parameters
         return int(rows) * int(sum(sizes)) * registry.data_types()[self.data_type]
 
-    def has_strided_parts(self) -> bool:
+    def has_strided_shards(self) -> bool:
         """Return whether a shard is strided: it consists of several pieces of the tensor."""
-        return registry.operations()[self.operation].has_parts and self.parameters[0] != 1
+        return registry.operations()[self.operation].has_shards and self.parameters[0] != 1
 
-    def has_equal_parts(self) -> bool:
+    def has_equal_shards(self) -> bool:
         """Return whether all shards have one size. True for operations without shards."""
-        if not registry.operations()[self.operation].has_parts:
+        if not registry.operations()[self.operation].has_shards:
             return True
         return len(set(self.parameters[1 : 1 + self.world_size])) == 1
 

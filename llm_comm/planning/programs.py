@@ -21,7 +21,7 @@ PROTOCOL = "DSL"
 
 
 @dataclass(frozen=True)
-class LaunchChoice:
+class LaunchParameters:
     """Launch parameters of a DSL program.
 
     Attributes:
@@ -35,7 +35,7 @@ class LaunchChoice:
 
 
 #: Leaves both parameters to the program.
-OWN_CHOICE = LaunchChoice()
+DEFAULT_LAUNCH = LaunchParameters()
 
 
 class Kernels(Protocol):
@@ -57,18 +57,18 @@ class Kernels(Protocol):
     def sums_in_rank_order(self) -> bool:
         """True if sums are those of the library: in rank order, in fp32, rounded once."""
 
-    def why_not(self, choice: LaunchChoice) -> str:
+    def why_not(self, parameters: LaunchParameters) -> str:
         """Return why the program cannot be launched with these parameters, or "". Equal on all ranks."""
 
-    def candidates(self, data_type: str, message_bytes: int) -> Sequence[LaunchChoice]:
+    def candidates(self, data_type: str, message_bytes: int) -> Sequence[LaunchParameters]:
         """Return launch parameters worth measuring for a message, the program's own first. No two give the same
         grid."""
 
-    def grid(self, data_type: str, message_bytes: int, choice: LaunchChoice) -> tuple[int, int]:
-        """Return the blocks of a launch and their threads. ``why_not(choice)`` must be ""."""
+    def grid(self, data_type: str, message_bytes: int, parameters: LaunchParameters) -> tuple[int, int]:
+        """Return the blocks of a launch and their threads. ``why_not(parameters)`` must be ""."""
 
     def prepare(
-        self, data_type: str, message_bytes: int, choice: LaunchChoice, counter: _core.Counter
+        self, data_type: str, message_bytes: int, parameters: LaunchParameters, counter: _core.Counter
     ) -> Callable[..., bool]:
         """Return a function that launches the program. It takes addresses of input and output and a stream, and returns
         whether the launch was enqueued. ``counter`` counts the calls."""
@@ -92,9 +92,9 @@ def rows_of_programs(table: TuningTable) -> Iterator[Row]:
         yield from table.rows.get(of_programs(operation), ())
 
 
-def choice_of(row: Row) -> LaunchChoice:
+def launch_parameters_of(row: Row) -> LaunchParameters:
     """Return the launch parameters of a row."""
-    return LaunchChoice(row.blocks or None, row.threads or None)
+    return LaunchParameters(row.blocks or None, row.threads or None)
 
 
 def check_rows(table: TuningTable, programs: Mapping[str, Kernels]) -> None:
@@ -112,7 +112,7 @@ def check_rows(table: TuningTable, programs: Mapping[str, Kernels]) -> None:
                 f"tuning table {table.name}: the row of {row.algorithm} up to {row.up_to} bytes is of {row.operation}; "
                 f"the program is one of {operation}"
             )
-        why = programs[row.algorithm].why_not(choice_of(row))
+        why = programs[row.algorithm].why_not(launch_parameters_of(row))
         if why:
             raise ConfigError(
                 f"tuning table {table.name}: the row of {row.algorithm} up to {row.up_to} bytes: {why}. Without blocks "
@@ -133,15 +133,15 @@ def with_program(
     named = _named_for(problem, table, config)
     if named is None or named.name not in programs or programs[named.name].operation != problem.operation:
         return layout
-    name, because, choice = named
+    name, because, parameters = named
     kernels, message_bytes = programs[name], problem.message_bytes()
     why = _why_not(kernels, problem)
     if not why:
-        choice = _within_max_blocks(kernels, problem, choice, config)
-        why = kernels.why_not(choice)
+        parameters = _within_max_blocks(kernels, problem, parameters, config)
+        why = kernels.why_not(parameters)
     if why:
         return layout._replace(plan=dataclasses.replace(layout.plan, reason=f"{layout.plan.reason}; {name}: {why}"))
-    blocks, threads = kernels.grid(problem.data_type, message_bytes, choice)
+    blocks, threads = kernels.grid(problem.data_type, message_bytes, parameters)
     plan = Plan(
         operation=problem.operation,
         algorithm=name,
@@ -156,7 +156,9 @@ def with_program(
         message_bytes=message_bytes,
         reason=because,
     )
-    return Layout(plan, None, None, lambda counter: kernels.prepare(problem.data_type, message_bytes, choice, counter))
+    return Layout(
+        plan, None, None, lambda counter: kernels.prepare(problem.data_type, message_bytes, parameters, counter)
+    )
 
 
 class _Named(NamedTuple):
@@ -164,13 +166,13 @@ class _Named(NamedTuple):
 
     name: str
     because: str
-    choice: LaunchChoice
+    parameters: LaunchParameters
 
 
 def _named_for(problem: Problem, table: TuningTable, config: Config) -> _Named | None:
     """Return the program named for a message, or None."""
     if registry.is_program(config.algorithm):
-        return _Named(config.algorithm, f"algorithm forced to {config.algorithm}", OWN_CHOICE)
+        return _Named(config.algorithm, f"algorithm forced to {config.algorithm}", DEFAULT_LAUNCH)
     rows = table.rows.get(of_programs(problem.operation), ())
     if config.algorithm != "auto" or not rows:
         return None
@@ -180,25 +182,27 @@ def _named_for(problem: Problem, table: TuningTable, config: Config) -> _Named |
     row = row_of(tuple(of_all), problem.message_bytes())
     if row is None or not registry.is_program(row.algorithm):
         return None
-    return _Named(row.algorithm, f"{table.name}, up to {row.up_to} bytes", choice_of(row))
+    return _Named(row.algorithm, f"{table.name}, up to {row.up_to} bytes", launch_parameters_of(row))
 
 
-def _within_max_blocks(kernels: Kernels, problem: Problem, choice: LaunchChoice, config: Config) -> LaunchChoice:
+def _within_max_blocks(
+    kernels: Kernels, problem: Problem, parameters: LaunchParameters, config: Config
+) -> LaunchParameters:
     """Apply option max_blocks to the launch parameters of a large message."""
     most = config.max_blocks
     if most is None or problem.message_bytes() < LARGE_BYTES:
-        return choice
-    blocks, _ = kernels.grid(problem.data_type, problem.message_bytes(), choice)
-    return choice if blocks <= most else LaunchChoice(most, choice.threads)
+        return parameters
+    blocks, _ = kernels.grid(problem.data_type, problem.message_bytes(), parameters)
+    return parameters if blocks <= most else LaunchParameters(most, parameters.threads)
 
 
 def _why_not(kernels: Kernels, problem: Problem) -> str:
     if problem.message_bytes() > kernels.max_bytes:
-        if registry.operations()[problem.operation].has_parts:
-            return f"more than {kernels.max_bytes} bytes a part: option dsl_max_bytes bounds all parts together"
+        if registry.operations()[problem.operation].has_shards:
+            return f"more than {kernels.max_bytes} bytes a shard: option dsl_max_bytes bounds all shards together"
         return f"more than dsl_max_bytes={kernels.max_bytes}"
     if problem.data_type not in kernels.data_types:
         return f"not compiled for {problem.data_type}"
-    if problem.has_strided_parts() or not problem.has_equal_parts():
-        return "programs take parts of one size, along the first dimension"
+    if problem.has_strided_shards() or not problem.has_equal_shards():
+        return "programs take shards of one size, along the first dimension"
     return ""

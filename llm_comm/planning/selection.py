@@ -17,7 +17,7 @@ from llm_comm.planning.multicast import NO_MULTICAST, Multicast
 from llm_comm.planning.plan import Plan, Problem, without_kernel
 from llm_comm.planning.tables import ALL_REDUCE, FUSED, Row, TuningTable, of_symmetric, row_of, row_of_fields
 
-_LARGEST_NUMBER = (1 << 32) - 1  # largest value of a field of ``Choice``
+_LARGEST_NUMBER = (1 << 32) - 1  # largest value of a field of ``TuningParameters``
 _LINE_BYTES = 16
 # Smallest chunk in 16-byte lines of an operation with few blocks. The core takes fewer if staging memory is short.
 _FEWEST_LINES = 128
@@ -38,7 +38,7 @@ class Layout(NamedTuple):
 
 class _Chosen(NamedTuple):
     algorithm: registry.Algorithm
-    choice: _core.Choice
+    tuning: _core.TuningParameters
     reason: str
 
 
@@ -72,7 +72,7 @@ def lay_out(
         if chosen is None:
             return no_kernel("declined", f"no algorithm of {problem.operation} has a shape for {message_bytes} bytes")
         algorithm = chosen.algorithm
-        shape = _core.shape(algorithm.number, for_core, _bounded(chosen.choice, problem, config), limits)
+        shape = _core.shape(algorithm.number, for_core, _bounded(chosen.tuning, problem, config), limits)
     except ValueError as error:
         return no_kernel("declined", str(error))
     plan = Plan(
@@ -113,14 +113,14 @@ def with_direct(layout: Layout, problem: Problem, table: TuningTable, config: Co
         if config.algorithm not in ("auto", algorithm.name):
             continue
         if row is not None and is_of_row(algorithm):
-            choices = [_choice(row, table)]
+            candidates = [_tuning(row, table)]
         elif algorithm.needs_row and config.algorithm != algorithm.name:
             continue
         else:
-            choices = _core.candidates(algorithm.number, for_core, limits)[:1]
-        for choice in choices:
+            candidates = _core.candidates(algorithm.number, for_core, limits)[:1]
+        for tuning in candidates:
             try:
-                tiling = _core.shape(algorithm.number, for_core, _bounded(choice, problem, config), limits).tiling
+                tiling = _core.shape(algorithm.number, for_core, _bounded(tuning, problem, config), limits).tiling
             except ValueError:  # for example, peers access whole lines only
                 continue
             plan = dataclasses.replace(layout.plan, symmetric=algorithm.name)
@@ -175,9 +175,9 @@ def why_not_served(problem: Problem, table: TuningTable, config: Config) -> str:
     is_whole = limits_whole_tensor(config)
     message_bytes = problem.whole_bytes() if is_whole else problem.message_bytes()
     if message_bytes > limit:
-        what = "the whole tensor" if is_whole else "the largest part"
-        of_parts = f"{what} has {message_bytes} bytes, " if operation.has_parts else ""
-        return f"{of_parts}more than max_message_bytes={limit}"
+        what = "the whole tensor" if is_whole else "the largest shard"
+        of_shards = f"{what} has {message_bytes} bytes, " if operation.has_shards else ""
+        return f"{of_shards}more than max_message_bytes={limit}"
     if message_bytes > message_limit(problem.operation, table, config):
         return f"more than max_fused_bytes={table.max_fused_bytes} of {table.name}: two kernels are as fast"
     if not any(problem.data_type in algorithm.data_types for algorithm in operation.algorithms):
@@ -220,19 +220,19 @@ def _choose(
                     row = row_of(tuple(r for r in rows if r.algorithm == config.algorithm), problem.message_bytes())
                     found = None if row is None else operation.find(row.algorithm, row.protocol)
     if found is not None and row is not None:
-        of_what = "bytes a rank" if operation.has_parts else "bytes"
+        of_what = "bytes a rank" if operation.has_shards else "bytes"
         reason = f"{table.name}, up to {row.up_to} {of_what}{remark}"
-        return _with_few_blocks(_Chosen(found, _choice(row, table), reason), algorithms, problem, config)
+        return _with_few_blocks(_Chosen(found, _tuning(row, table), reason), algorithms, problem, config)
     for algorithm in algorithms:
         if algorithm.needs_row and config.algorithm != algorithm.name:
             continue
-        for choice in _core.candidates(algorithm.number, for_core, limits):
+        for tuning in _core.candidates(algorithm.number, for_core, limits):
             reason = f"{table.name} has no row for {problem.operation}: the first candidate{remark}"
-            return _Chosen(algorithm, choice, reason)
+            return _Chosen(algorithm, tuning, reason)
     # the core lists no candidates at sizes where other algorithms are better
     if of_size is not None and algorithms[0].name == config.algorithm:
         reason = f"{table.name}, up to {of_size.up_to}, as far as {config.algorithm} takes it{remark}"
-        return _Chosen(algorithms[0], _choice(_within_ranges(of_size, algorithms[0]), table), reason)
+        return _Chosen(algorithms[0], _tuning(_within_ranges(of_size, algorithms[0]), table), reason)
     return None
 
 
@@ -277,8 +277,8 @@ def _rows_or_general(
         return derive_fused_rows(
             _without_switch(table.rows.get(ALL_REDUCE, ()))
         ), " (derived from all_reduce, not measured)"
-    if registry.operations()[operation].has_parts:
-        general = _core.rows_of_parts(operation, limits.sm_count)
+    if registry.operations()[operation].has_shards:
+        general = _core.rows_of_shards(operation, limits.sm_count)
         return tuple(row_of_fields(fields) for fields in general), " (general rows, not measured)"
     return (), ""
 
@@ -311,12 +311,12 @@ def derive_fused_rows(rows: tuple[Row, ...]) -> tuple[Row, ...]:
 
 def _without_switch(rows: tuple[Row, ...]) -> tuple[Row, ...]:
     algorithms = registry.operations()[ALL_REDUCE].algorithms
-    by_switch = {(a.name, a.protocol) for a in algorithms if a.by_switch}
+    by_switch = {(a.name, a.protocol) for a in algorithms if a.uses_multimem}
     return tuple(row for row in rows if (row.algorithm, row.protocol) not in by_switch)
 
 
-def _choice(row: Row, table: TuningTable) -> _core.Choice:
-    return _core.Choice(
+def _tuning(row: Row, table: TuningTable) -> _core.TuningParameters:
+    return _core.TuningParameters(
         blocks=row.blocks,
         threads=row.threads,
         tile_lines=row.tile_lines,
@@ -333,7 +333,7 @@ def _with_few_blocks(
 
     A few blocks carry several times as much by HB as by LL (docs/operate/tuning.md).
     """
-    if not _is_bound(chosen.choice, problem, config):
+    if not _is_bound(chosen.tuning, problem, config):
         return chosen
     assert config.max_blocks is not None
     reason = f"{chosen.reason}; max_blocks={config.max_blocks}"
@@ -343,25 +343,25 @@ def _with_few_blocks(
     tile_lines = min(max(lines_of_block // 4, _FEWEST_LINES), _LINES_OF_FEW_BLOCKS)
     for algorithm in algorithms:
         if algorithm.protocol == "HB":
-            choice = _core.Choice(blocks=config.max_blocks, tile_lines=tile_lines, depth=2)
-            return _Chosen(algorithm, choice, reason)
+            tuning = _core.TuningParameters(blocks=config.max_blocks, tile_lines=tile_lines, depth=2)
+            return _Chosen(algorithm, tuning, reason)
     return chosen._replace(reason=reason)
 
 
-def _is_bound(choice: _core.Choice, problem: Problem, config: Config) -> bool:
+def _is_bound(tuning: _core.TuningParameters, problem: Problem, config: Config) -> bool:
     most = config.max_blocks
-    return most is not None and choice.blocks > most and problem.whole_bytes() >= LARGE_BYTES
+    return most is not None and tuning.blocks > most and problem.whole_bytes() >= LARGE_BYTES
 
 
-def _bounded(choice: _core.Choice, problem: Problem, config: Config) -> _core.Choice:
+def _bounded(tuning: _core.TuningParameters, problem: Problem, config: Config) -> _core.TuningParameters:
     """Limit the blocks of a large operation to ``max_blocks``."""
-    if config.max_blocks is None or not _is_bound(choice, problem, config):
-        return choice
-    return _core.Choice(
+    if config.max_blocks is None or not _is_bound(tuning, problem, config):
+        return tuning
+    return _core.TuningParameters(
         blocks=config.max_blocks,
-        threads=choice.threads,
-        tile_lines=choice.tile_lines,
-        cluster=choice.cluster,
-        depth=choice.depth,
-        crowded_above=choice.crowded_above,
+        threads=tuning.threads,
+        tile_lines=tuning.tile_lines,
+        cluster=tuning.cluster,
+        depth=tuning.depth,
+        crowded_above=tuning.crowded_above,
     )

@@ -125,7 +125,7 @@ NEAREST = "nearest"
 GENERAL = "general"
 EMULATED = "emulated"
 #: Origins of a table that its name does not show.
-_TOLD_BESIDE_NAME = (BY_OPTION, OF_USER, SHIPPED)
+_SHOWN_AFTER_NAME = (BY_OPTION, OF_USER, SHIPPED)
 NOT_TUNED = "not tuned for this machine: run llm-comm tune --install"
 
 
@@ -160,7 +160,7 @@ class TuningTable(NamedTuple):
 
     def describe(self) -> str:
         """Return name and origin, with advice if the table is of another machine."""
-        words = f"{self.name}, {self.origin.kind}" if self.origin.kind in _TOLD_BESIDE_NAME else self.name
+        words = f"{self.name}, {self.origin.kind}" if self.origin.kind in _SHOWN_AFTER_NAME else self.name
         return words if self.origin.is_tuned else f"{words}; {NOT_TUNED}"
 
     def symmetric_from(self, operation: str) -> int:

@@ -38,12 +38,12 @@ class Channels:
         memory: torch.Tensor,
         semaphores: int,
         private: torch.Tensor,
-        places: tuple[tuple[int, int], tuple[int, int]],
+        symmetric_offsets: tuple[tuple[int, int], tuple[int, int]],
     ) -> None:
         self.memory = memory
         self.semaphores = semaphores
-        #: (segment, symmetric offset) of the memory, and of the words of the semaphores.
-        self.places = places
+        #: (window, symmetric offset) of the memory, and of the words of the semaphores.
+        self.symmetric_offsets = symmetric_offsets
         self._handle = handle
         self._private = private
 
@@ -66,7 +66,7 @@ def open_channels(
     code: str | bytes | None = None,
 ) -> Channels:
     """Implement ``Communicator.channels``. Collective."""
-    rendezvous = heap.meet("channels")
+    rendezvous = heap.rendezvous_for("channels")
     said = rendezvous.collect("request for channels", lambda: _request(heap, handle, memory, semaphores, code))
     check_alike(rendezvous.names, "have different code for channels", [request.pop("code") for request in said])
     check_alike(rendezvous.names, "ask for different channels", [_in_words(request) for request in said])
@@ -76,11 +76,11 @@ def open_channels(
     private = heap.empty(head + _core.bytes_of_semaphores(rendezvous.world_size, semaphores), torch.uint8)
 
     core = handle.core()
-    segment, offset = _place(heap, private)
-    places = _place(heap, memory), (segment, offset + head)
+    window, offset = _symmetric_offset(heap, private)
+    symmetric_offsets = _symmetric_offset(heap, memory), (window, offset + head)
 
     def fill() -> None:
-        made = core.channels(places[0], memory.nbytes, places[1], semaphores)
+        made = core.channels(symmetric_offsets[0], memory.nbytes, symmetric_offsets[1], semaphores)
         private.zero_()
         private[: len(made)].copy_(torch.frombuffer(bytearray(made), dtype=torch.uint8))
         if private.is_cuda:
@@ -88,11 +88,11 @@ def open_channels(
 
     # A peer may signal as soon as it has its channels. The step ends once all ranks have zeroed their semaphores.
     rendezvous.attempt("set-up of channels", fill)
-    return Channels(handle, memory, semaphores, private, places)
+    return Channels(handle, memory, semaphores, private, symmetric_offsets)
 
 
 def _request(heap: SymmetricHeap, handle: CoreHandle, memory: Any, semaphores: Any, code: Any) -> dict[str, Any]:
-    """Return what this rank asks for: semaphores, (segment, offset, bytes) of the memory, and a digest of the kernel's
+    """Return what this rank asks for: semaphores, (window, offset, bytes) of the memory, and a digest of the kernel's
     code. The ranks compare these, since the memory must have the same symmetric offset everywhere."""
     handle.check()
     heap.check_not_capturing("channels")
@@ -106,7 +106,7 @@ def _request(heap: SymmetricHeap, handle: CoreHandle, memory: Any, semaphores: A
         )
     if not isinstance(code, str | bytes | None):
         raise UnsupportedInputError(f"channels: code is {quoted(code)}; it must be a text or bytes")
-    said = {"semaphores": count, "place": None, "code": None if code is None else digest_of(code)}
+    said = {"semaphores": count, "symmetric_offset": None, "code": None if code is None else digest_of(code)}
     if memory is None:
         return said
     if not isinstance(memory, torch.Tensor):
@@ -114,24 +114,24 @@ def _request(heap: SymmetricHeap, handle: CoreHandle, memory: Any, semaphores: A
     why = arrays.why_not_plain(memory)
     if why:
         raise UnsupportedInputError(f"channels: memory: {why}")
-    place = heap.place_of(memory) if memory.is_contiguous() else None
-    if place is None or place[1] % _ALIGNMENT:
+    found = heap.symmetric_offset_of(memory) if memory.is_contiguous() else None
+    if found is None or found[1] % _ALIGNMENT:
         raise UnsupportedInputError(
             "channels: memory must be a contiguous tensor of Communicator.empty, or a view of one that begins at a "
             f"multiple of {_ALIGNMENT} bytes; it is one of shape {tuple(memory.shape)} and {memory.dtype} elsewhere"
         )
-    return {**said, "place": [*place, memory.nbytes]}
+    return {**said, "symmetric_offset": [*found, memory.nbytes]}
 
 
 def _in_words(request: dict[str, Any]) -> str:
     where = "memory of their own"
-    if request["place"] is not None:
-        segment, offset, nbytes = request["place"]
-        where = f"{nbytes} bytes at offset {offset} of segment {segment}"
+    if request["symmetric_offset"] is not None:
+        window, offset, nbytes = request["symmetric_offset"]
+        where = f"{nbytes} bytes at offset {offset} of window {window}"
     return f"{request['semaphores']} semaphores and {where}"
 
 
-def _place(heap: SymmetricHeap, tensor: torch.Tensor) -> tuple[int, int]:
-    place = heap.place_of(tensor)
-    assert place is not None
-    return place
+def _symmetric_offset(heap: SymmetricHeap, tensor: torch.Tensor) -> tuple[int, int]:
+    found = heap.symmetric_offset_of(tensor)
+    assert found is not None
+    return found

@@ -14,7 +14,7 @@ import torch
 from llm_comm import _core
 from llm_comm.errors import CommunicatorError
 from llm_comm.runtime.devices import is_capturing
-from llm_comm.runtime.statistics import Progress, Stats, Tallies
+from llm_comm.runtime.statistics import Progress, StatisticsCollector, Stats
 from llm_comm.runtime.status import RankError
 from llm_comm.runtime.watchdog import Watchdog, operations_ended
 
@@ -52,7 +52,7 @@ class CoreHandle:
         #: The workspaces have no memory (release.py). Calls raise until ``restore``.
         self.is_released = False
         #: Counters of calls and declined inputs.
-        self.tallies = Tallies()
+        self.statistics = StatisticsCollector()
         self._last_progress = Progress()
         self._is_in_graphs = False
         self._core: _core.Core | None = core
@@ -117,7 +117,7 @@ class CoreHandle:
                     f"this communicator belongs to process {self._maker}, and this is process {os.getpid()}, forked "
                     "from it: no rank waits for a call from here. Make a communicator in this process"
                 )
-            replays = "; operations of it in CUDA graphs do nothing any more" if self._is_in_graphs else ""
+            replays = "; its operations in CUDA graphs do nothing" if self._is_in_graphs else ""
             raise RuntimeError(f"this communicator is closed{replays}")
 
     def check(self, look_at_order: bool = False) -> None:
@@ -172,7 +172,7 @@ class CoreHandle:
 
     def stats(self) -> Stats:
         """See ``Communicator.stats``. From any thread."""
-        return Stats(self.tallies.calls(), self.tallies.declined(), self._progress())
+        return Stats(self.statistics.calls(), self.statistics.declined(), self._progress())
 
     def _progress(self) -> Progress:
         # local references: ``close`` on another thread may clear the attributes

@@ -154,7 +154,7 @@ class Exchange:
             if number == self._server.fileno():
                 self._accept()
             elif self._outgoing is not None and number == self._outgoing.fileno():
-                self._hear_answer()
+                self._receive_answer()
             elif number in self._silent:
                 self._listen_to(self._forget(number))
 
@@ -188,7 +188,7 @@ class Exchange:
         self._outgoing = connection
         self._poll.register(connection, select.POLLIN)
 
-    def _hear_answer(self) -> None:
+    def _receive_answer(self) -> None:
         assert self._outgoing is not None
         try:
             answer = self._outgoing.recv(len(_ANSWER))
@@ -251,7 +251,7 @@ class Exchange:
     def _receive(self, connection: socket.socket) -> bool:
         """Read the message of a connection and keep its descriptor. Return False if nothing has arrived yet."""
         try:
-            data, descriptors, flags = _hear(connection)
+            data, descriptors, flags = _receive_message(connection)
         except BlockingIOError:
             return False
         except OSError:  # the connection was cut off
@@ -291,7 +291,7 @@ class Exchange:
         return text
 
 
-def _hear(connection: socket.socket) -> tuple[bytes, list[int], int]:
+def _receive_message(connection: socket.socket) -> tuple[bytes, list[int], int]:
     """Receive data, at most one file descriptor (close-on-exec), and the flags of the message.
 
     ``socket.recv_fds`` does not serve: Python 3.11 and others ignore its flags, so child processes would inherit the

@@ -8,7 +8,7 @@ from dataclasses import replace
 from llm_comm import _core, errors
 from llm_comm.errors import CommunicatorError, ConcurrentUseError, LaunchError, MismatchError, PeerTimeout
 from llm_comm.runtime.rank_names import RankNames
-from llm_comm.runtime.status import LIFE_S, RankError, Sighting
+from llm_comm.runtime.status import LIFE_S, PeerStatus, RankError
 
 #: Data type of operations that move bytes without interpreting them.
 _BYTE = "byte"
@@ -25,9 +25,9 @@ def explain(error: _core.OperationError, waited_s: float, names: RankNames) -> R
         names: Names of the connected ranks.
     """
     this, peer, again = names.in_group(error.rank), names.full(error.peer), names.short(error.peer)
-    rank, culprit = names.number(error.rank), names.number(error.peer)
+    rank, failed_peer = names.number(error.rank), names.number(error.peer)
     if error.cause == "transport":
-        text = f"{this}: data could not be sent to a peer: {error.text}. This communicator cannot be used any more."
+        text = f"{this}: data could not be sent to a peer: {error.text}. This communicator can no longer be used."
         return RankError(LaunchError.__name__, text, "could not send data to a peer", rank, rank)
     # Operations are numbered from 1 in texts, as calls are. The device also counts replays of graphs, the host does
     # not.
@@ -71,15 +71,15 @@ def explain(error: _core.OperationError, waited_s: float, names: RankNames) -> R
             f"and output of one call, where the others were to access it: {where}. Pass tensors of Communicator.empty, "
             "or views of them, everywhere."
         )
-    elif error.cause == "other place":
-        kind, brief = MismatchError, f"{again} passed a tensor at another place: {where}"
+    elif error.cause == "other symmetric offset":
+        kind, brief = MismatchError, f"{again} passed a tensor with another symmetric offset: {where}"
         text = (
             f"a tensor of {peer} lies elsewhere in symmetric memory than that of {names.full(0)}: {where}, which "
             "needs it at the same place on all ranks. Pass the same tensor of Communicator.empty everywhere, or the "
             "same view of it. What the tensors of Communicator.empty hold now is not known."
         )
     elif error.cause == "no channel":
-        culprit = rank  # the peer may be outside of the group
+        failed_peer = rank  # the peer may be outside of the group
         kind, brief = LaunchError, f"asked for a channel that is not there: {where}"
         text = (
             f"a {where} asked for a channel to {peer} by semaphore {error.sequence}, which is not there. "
@@ -94,29 +94,29 @@ def explain(error: _core.OperationError, waited_s: float, names: RankNames) -> R
         )
         if error.cause == "peer exited":
             text = f"the process of {peer} has exited, and a {where} waits for it."
-    text = f"{this}: {text} This communicator cannot be used any more."
-    return RankError(kind.__name__, text, brief, rank, culprit)
+    text = f"{this}: {text} This communicator can no longer be used."
+    return RankError(kind.__name__, text, brief, rank, failed_peer)
 
 
-def describe_ranks(sightings: Sequence[Sighting], names: RankNames) -> str:
-    """Return one line for each rank, or "" without sightings. ``names``: names of the connected ranks."""
-    lines = [f"\n  {names.full(i)}{_sighting_in_words(sighting)}" for i, sighting in enumerate(sightings)]
+def describe_ranks(statuses: Sequence[PeerStatus], names: RankNames) -> str:
+    """Return one line for each rank, or "" without statuses. ``names``: names of the connected ranks."""
+    lines = [f"\n  {names.full(i)}{_status_in_words(status)}" for i, status in enumerate(statuses)]
     return f"\nState of the ranks of {names.of_group}:" + "".join(lines) if lines else ""
 
 
-def _sighting_in_words(sighting: Sighting) -> str:
-    state = sighting.state
+def _status_in_words(status: PeerStatus) -> str:
+    state = status.state
     if state is None:
         return ": nothing is known of it"
     facts = []
     # A silent rank may have made calls after its last report.
-    is_late = not state.is_closed and (sighting.has_exited or sighting.age_s > LIFE_S)
+    is_late = not state.is_closed and (status.has_exited or status.age_s > LIFE_S)
     if state.is_closed:
         facts.append("has closed its communicator")
-    elif sighting.has_exited:
-        facts.append(f"its process has exited, no sign of life for {sighting.age_s:.1f} s")
-    elif sighting.age_s > LIFE_S:
-        facts.append(f"no sign of life for {sighting.age_s:.1f} s")
+    elif status.has_exited:
+        facts.append(f"its process has exited, no sign of life for {status.age_s:.1f} s")
+    elif status.age_s > LIFE_S:
+        facts.append(f"no sign of life for {status.age_s:.1f} s")
     else:
         facts.append("alive")
     if state.error is not None:
@@ -156,7 +156,7 @@ def _details_in_words(call: _core.Call, world: int) -> dict[str, str]:
     sizes = [details.pop(f"size_{rank}").split()[1] for rank in range(_core.max_world_size)]
     unit = "bytes" if call.data_type == _BYTE else "elements"
     details["rows"] = f"rows before dim: {details['rows'].split()[1]}"
-    details["sizes"] = f"parts of a row: {', '.join(sizes[:world])} {unit}"
+    details["sizes"] = f"shards of a row: {', '.join(sizes[:world])} {unit}"
     return details
 
 
@@ -168,7 +168,7 @@ def call_in_words(call: _core.Call, details: Sequence[str] = ()) -> str:
     return f"{call.operation} of {call.count} {unit}{rows}{extra} (call {call.number})"
 
 
-def root_cause(this: str, own: RankError | None, sightings: Sequence[Sighting]) -> RankError | None:
+def root_cause(this: str, own: RankError | None, statuses: Sequence[PeerStatus]) -> RankError | None:
     """Return the error to report.
 
     The own error is reported, unless this rank has none or only timed out while a peer failed for another reason.
@@ -177,9 +177,9 @@ def root_cause(this: str, own: RankError | None, sightings: Sequence[Sighting]) 
     Args:
         this: Name of this rank, in words.
         own: Error of this rank.
-        sightings: States of all ranks.
+        statuses: States of all ranks.
     """
-    others = [s.state.error for s in sightings if s.state is not None and s.state.error not in (None, own)]
+    others = [s.state.error for s in statuses if s.state is not None and s.state.error not in (None, own)]
     timeout = PeerTimeout.__name__
     if own is not None and own.kind != timeout:
         return own

@@ -1,4 +1,4 @@
-"""Layout of a symmetric heap: segments, and the tensors in them. The arithmetic has the same result on every rank."""
+"""Layout of a symmetric heap: windows, and the tensors in them. The arithmetic has the same result on every rank."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from llm_comm import _core
 from llm_comm.errors import UnsupportedInputError
 from llm_comm.options import MIB
 
-#: Granularity of segments in bytes. VMM allocates shareable device memory in multiples of 2 MiB.
-SEGMENT_MULTIPLE = 2 * MIB
-#: Largest automatic growth in bytes. A new segment doubles the heap up to this bound, or fits the requested tensor.
+#: Granularity of windows in bytes. VMM allocates shareable device memory in multiples of 2 MiB.
+WINDOW_MULTIPLE = 2 * MIB
+#: Largest automatic growth in bytes. A new window doubles the heap up to this bound, or fits the requested tensor.
 MAX_GROWTH = 64 * MIB
 #: Alignment of tensors in bytes, as in torch's caching allocator.
 ALIGNMENT = 512
-#: Upper bound of a request in bytes. Offsets in a segment are 48-bit numbers.
+#: Upper bound of a request in bytes. Offsets in a window are 48-bit numbers.
 MAX_BYTES = 1 << 47
 
 
@@ -24,50 +24,50 @@ class Allocation(NamedTuple):
 
     Attributes:
         number: Identifier of the allocation, never reused.
-        segment: Number of the segment that holds it.
-        offset: Bytes from the begin of the segment.
+        window: Number of the window that holds it.
+        offset: Bytes from the begin of the window.
         nbytes: Size in bytes, a multiple of ``ALIGNMENT``.
     """
 
     number: int
-    segment: int
+    window: int
     offset: int
     nbytes: int
 
 
 class HeapLayout:
-    """Segments of a heap and the allocations in them. This class only computes: it allocates no memory."""
+    """Windows of a heap and the allocations in them. This class only computes: it allocates no memory."""
 
     def __init__(self) -> None:
-        self._segments: dict[int, int] = {}
+        self._windows: dict[int, int] = {}
         self._allocations: dict[int, Allocation] = {}
         self._numbers = 0
 
     def copy(self) -> HeapLayout:
         """Return an independent copy, so that a failed collective can discard its changes."""
         other = copy.copy(self)
-        other._segments, other._allocations = dict(self._segments), dict(self._allocations)
+        other._windows, other._allocations = dict(self._windows), dict(self._allocations)
         return other
 
     def allocations(self) -> list[Allocation]:
         """Return the allocations, oldest first."""
         return list(self._allocations.values())
 
-    def segments(self) -> dict[int, int]:
-        """Return the size in bytes of each segment, by its number."""
-        return dict(self._segments)
+    def windows(self) -> dict[int, int]:
+        """Return the size in bytes of each window, by its number."""
+        return dict(self._windows)
 
     def place(self, nbytes: int) -> Allocation | None:
         """Allocate ``nbytes`` in the first gap that is large enough (first fit). Return None if no gap is."""
         taken = -(-nbytes // ALIGNMENT) * ALIGNMENT
-        for segment in sorted(self._segments):
+        for window in sorted(self._windows):
             begin = 0
-            of_segment = sorted(a.offset for a in self._allocations.values() if a.segment == segment)
-            ends = {a.offset: a.offset + a.nbytes for a in self._allocations.values() if a.segment == segment}
-            for offset in (*of_segment, self._segments[segment]):
+            of_window = sorted(a.offset for a in self._allocations.values() if a.window == window)
+            ends = {a.offset: a.offset + a.nbytes for a in self._allocations.values() if a.window == window}
+            for offset in (*of_window, self._windows[window]):
                 if offset - begin >= taken:
                     self._numbers += 1
-                    found = Allocation(self._numbers, segment, begin, taken)
+                    found = Allocation(self._numbers, window, begin, taken)
                     self._allocations[found.number] = found
                     return found
                 begin = ends.get(offset, offset)
@@ -77,27 +77,27 @@ class HeapLayout:
         """Free the allocation ``number``."""
         del self._allocations[number]
 
-    def add_segment(self, nbytes: int) -> int:
-        """Add a segment that has room for a tensor of ``nbytes``. Return the number of the segment.
+    def add_window(self, nbytes: int) -> int:
+        """Add a window that has room for a tensor of ``nbytes``. Return the number of the window.
 
         Raises:
-            UnsupportedInputError: The heap has ``_core.max_segments`` segments already.
+            UnsupportedInputError: The heap has ``_core.max_windows`` windows already.
         """
-        number = next((n for n in range(_core.max_segments) if n not in self._segments), None)
+        number = next((n for n in range(_core.max_windows) if n not in self._windows), None)
         if number is None:
             raise UnsupportedInputError(
-                f"symmetric memory is in {_core.max_segments} pieces already: ask for fewer, larger tensors, and take "
+                f"symmetric memory is in {_core.max_windows} pieces already: ask for fewer, larger tensors, and take "
                 "views of them"
             )
-        wanted = max(nbytes, min(sum(self._segments.values()), MAX_GROWTH))
-        self._segments[number] = -(-wanted // SEGMENT_MULTIPLE) * SEGMENT_MULTIPLE
+        wanted = max(nbytes, min(sum(self._windows.values()), MAX_GROWTH))
+        self._windows[number] = -(-wanted // WINDOW_MULTIPLE) * WINDOW_MULTIPLE
         return number
 
-    def remove_segment(self, number: int) -> None:
-        """Remove an empty segment."""
-        del self._segments[number]
+    def remove_window(self, number: int) -> None:
+        """Remove an empty window."""
+        del self._windows[number]
 
-    def empty_segments(self) -> list[int]:
-        """Return the numbers of the segments without an allocation."""
-        used = {allocation.segment for allocation in self._allocations.values()}
-        return [number for number in self._segments if number not in used]
+    def empty_windows(self) -> list[int]:
+        """Return the numbers of the windows without an allocation."""
+        used = {allocation.window for allocation in self._allocations.values()}
+        return [number for number in self._windows if number not in used]

@@ -138,7 +138,7 @@ class Rendezvous:
             MissingRankError: A rank did not arrive within the time limit, or is at another step.
             RendezvousError: A rank's value does not fit a message, or a rank sent something else.
         """
-        return self._meet(what, value, None)
+        return self._synchronize(what, value, None)
 
     def collect(self, what: str, step: Callable[[], Any], *, own_error: bool = False) -> list[Any]:
         """Run ``step`` on every rank and return the results of all ranks, by rank. The results must be JSON-able.
@@ -153,7 +153,7 @@ class Rendezvous:
         """
         value, failure, error = self._try(step)
         try:
-            return self._meet(what, value, failure, error if own_error else None)
+            return self._synchronize(what, value, failure, error if own_error else None)
         finally:
             # A traceback references the frames of its callers. Kept in a local variable, the error would form a cycle
             # that keeps a dropped communicator alive.
@@ -174,7 +174,7 @@ class Rendezvous:
         """
         result, failure = self._try(step)[:2]
         try:
-            self._meet(what, None, failure)
+            self._synchronize(what, None, failure)
         except BaseException:
             if undo is not None and failure is None:
                 undo(result)  # type: ignore[arg-type]
@@ -183,9 +183,11 @@ class Rendezvous:
 
     def vote(self, what: str, error: str | None) -> None:
         """Raise RendezvousError on all ranks if any rank passes an error."""
-        self._meet(what, None, None if error is None else Failure("", error))
+        self._synchronize(what, None, None if error is None else Failure("", error))
 
-    def _meet(self, what: str, value: Any, failure: Failure | None, own_error: Exception | None = None) -> list[Any]:
+    def _synchronize(
+        self, what: str, value: Any, failure: Failure | None, own_error: Exception | None = None
+    ) -> list[Any]:
         """Gather the messages of all ranks and return their values, or raise the common error if a rank failed.
 
         ``own_error``: exception to raise if all ranks have failed alike.

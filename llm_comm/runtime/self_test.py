@@ -98,7 +98,7 @@ def _test(
     alike = [case for case in cases if not (case.algorithm.ranks_may_differ and not case.is_exact)]
     digest = hashlib.sha256()
     for case in alike:
-        if not registry.operations()[case.algorithm.operation].has_parts:
+        if not registry.operations()[case.algorithm.operation].has_shards:
             for output, _ in case.outputs:
                 digest.update(_bits(output).cpu().numpy().tobytes())
     return [digest.hexdigest()]
@@ -109,7 +109,7 @@ def _algorithms(config: Config) -> Iterator[registry.Algorithm]:
     for operation in registry.operations().values():
         for algorithm in operation.algorithms:
             is_forced = algorithm.name == config.algorithm
-            if algorithm.by_switch and not why_not(algorithm, config, up, is_forced=is_forced):
+            if algorithm.uses_multimem and not why_not(algorithm, config, up, is_forced=is_forced):
                 yield algorithm
 
 
@@ -146,9 +146,9 @@ def _enqueue(
     for_core = problem.for_core()
     tilings = []
     for one in (algorithm, reference):
-        choice = next(iter(_core.candidates(one.number, for_core, limits)), None) or _usual_choice(one)
+        tuning = next(iter(_core.candidates(one.number, for_core, limits)), None) or _usual_tuning(one)
         try:
-            tilings.append(_core.shape(one.number, for_core, choice, limits).tiling)
+            tilings.append(_core.shape(one.number, for_core, tuning, limits).tiling)
         except ValueError:  # the size is no multiple of a line, for example
             return None
     operands = {
@@ -176,18 +176,18 @@ def _enqueue(
     return _Case(name, algorithm, is_exact, list(zip(*outputs, strict=True)))
 
 
-def _usual_choice(algorithm: registry.Algorithm) -> _core.Choice:
+def _usual_tuning(algorithm: registry.Algorithm) -> _core.TuningParameters:
     """Build tuning parameters for a size at which the algorithm has no candidate because other algorithms are
     faster."""
     usual = {name: _USUAL.get(name, bounds.least) for name, bounds in algorithm.ranges.items()}
-    return _core.Choice(
+    return _core.TuningParameters(
         **{name: min(max(usual[name], bounds.least), bounds.most) for name, bounds in algorithm.ranges.items()}
     )
 
 
 def _length(operation: registry.Operation, problem: Problem, *, is_output: bool) -> int:
     """Return the number of elements of an input or output of this rank."""
-    if not operation.has_parts:
+    if not operation.has_shards:
         return problem.count
     gathers = problem.data_type == "byte"
     return problem.count * problem.world_size if is_output == gathers else problem.count

@@ -19,14 +19,14 @@ MAX_REASONS = 200
 OTHER_REASONS = "other reasons"
 
 
-class Tallies:
+class StatisticsCollector:
     """Counters of one communicator: calls by kind, and declined inputs by reason. Any thread may use them.
 
     Readers take no lock, so a signal handler may read.
     """
 
     def __init__(self) -> None:
-        self._by_kind: dict[tuple[str, str, str, int], _core.Tally] = {}
+        self._by_kind: dict[tuple[str, str, str, int], _core.CallStatistics] = {}
         self._declined: dict[tuple[str, str], int] = {}
         self._declines = threading.Lock()
 
@@ -38,7 +38,7 @@ class Tallies:
         """
         nbytes = int(message_bytes)  # torch.jit.trace passes sizes as tensors
         kind = (operation, algorithm, protocol, size_class(nbytes))
-        return _core.Counter(self._by_kind.setdefault(kind, _core.Tally()), nbytes)
+        return _core.Counter(self._by_kind.setdefault(kind, _core.CallStatistics()), nbytes)
 
     def decline(self, operation: str, reason: str) -> None:
         """Count an input that was declined."""
@@ -52,9 +52,9 @@ class Tallies:
         """Return the counted calls by operation, algorithm, protocol and size class."""
         # The copy is one step of the interpreter: other threads may add entries meanwhile.
         return tuple(
-            Calls(*kind, tally.calls, tally.bytes, tally.captured_calls, tally.captured_bytes)
-            for kind, tally in sorted(self._by_kind.copy().items(), key=lambda item: item[0])
-            if tally.calls or tally.captured_calls
+            Calls(*kind, statistics.calls, statistics.bytes, statistics.captured_calls, statistics.captured_bytes)
+            for kind, statistics in sorted(self._by_kind.copy().items(), key=lambda item: item[0])
+            if statistics.calls or statistics.captured_calls
         )
 
     def declined(self) -> tuple[Declined, ...]:
@@ -120,7 +120,7 @@ class Progress:
     error: str = ""
 
 
-class Sums(NamedTuple):
+class OperationTotals(NamedTuple):
     """Totals of all calls of one operation; the fields are those of ``Calls``."""
 
     calls: int = 0
@@ -151,13 +151,13 @@ class Stats:
             "progress": asdict(self.progress),
         }
 
-    def by_operation(self) -> dict[str, Sums]:
+    def by_operation(self) -> dict[str, OperationTotals]:
         """Return the totals over algorithms, protocols and size classes, by operation."""
-        sums: dict[str, Sums] = {}
+        sums: dict[str, OperationTotals] = {}
         for each in self.calls:
             numbers = each.calls, each.bytes, each.captured_calls, each.captured_bytes
-            so_far = sums.get(each.operation, Sums())
-            sums[each.operation] = Sums(*map(sum, zip(so_far, numbers, strict=True)))
+            so_far = sums.get(each.operation, OperationTotals())
+            sums[each.operation] = OperationTotals(*map(sum, zip(so_far, numbers, strict=True)))
         return sums
 
 

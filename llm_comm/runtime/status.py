@@ -70,7 +70,7 @@ class RankState:
 
 
 @dataclass(frozen=True)
-class Sighting:
+class PeerStatus:
     """State of a rank as another rank sees it.
 
     Attributes:
@@ -130,7 +130,7 @@ class StatusBoard:
         # One slice assignment: peers read meanwhile, and pack_into would write zeros first.
         self._own[: _BEAT.size] = _BEAT.pack(time.monotonic())
 
-    def look(self) -> list[Sighting]:
+    def look(self) -> list[PeerStatus]:
         """Return the states of all ranks, by rank."""
         now = time.monotonic()
         return [_read(self._pages[rank], now, self._has_exited(rank)) for rank in sorted(self._pages)]
@@ -180,7 +180,7 @@ def _fitting(state: RankState) -> RankState:
     return replace(state, last_call=last_call, remark=remark, error=error)
 
 
-def _read(page: mmap.mmap, now: float, has_exited: bool | None) -> Sighting:
+def _read(page: mmap.mmap, now: float, has_exited: bool | None) -> PeerStatus:
     (beat,) = _BEAT.unpack_from(page, 0)
     for _ in range(3):  # retry if the writer was in the middle of its update
         length, checksum = _HEAD.unpack_from(page, _BEAT.size)
@@ -188,5 +188,5 @@ def _read(page: mmap.mmap, now: float, has_exited: bool | None) -> Sighting:
         if length > 0 and zlib.crc32(text) == checksum:
             fields = json.loads(text)
             error = fields.pop("error")
-            return Sighting(RankState(**fields, error=error and RankError(**error)), now - beat, has_exited)
-    return Sighting(None, now - beat, has_exited)
+            return PeerStatus(RankState(**fields, error=error and RankError(**error)), now - beat, has_exited)
+    return PeerStatus(None, now - beat, has_exited)

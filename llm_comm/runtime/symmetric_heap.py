@@ -24,10 +24,10 @@ from llm_comm.runtime.core_handle import CoreHandle
 from llm_comm.runtime.devices import is_capturing
 from llm_comm.runtime.heap_layout import MAX_BYTES, Allocation, HeapLayout
 from llm_comm.runtime.rendezvous import Rendezvous
-from llm_comm.runtime.workspaces import share_segment
+from llm_comm.runtime.workspaces import share_window
 
 #: Number of allocations, oldest first, whose state fits one message: one bit each.
-_MAX_TOLD = 16_000
+_MAX_LISTED = 16_000
 
 
 class SymmetricHeap:
@@ -48,7 +48,7 @@ class SymmetricHeap:
 
     def empty(self, shape: int | Sequence[int], dtype: torch.dtype) -> torch.Tensor:
         """Implement ``Communicator.empty``. Collective."""
-        rendezvous = self.meet("empty")
+        rendezvous = self.rendezvous_for("empty")
         request = rendezvous.collect("request for symmetric memory", lambda: self._request(shape, dtype))
         shapes = [f"{tuple(other['shape'])} of {other['dtype']}" for other in request]
         check_alike(rendezvous.names, "ask for different tensors of symmetric memory", shapes)
@@ -62,15 +62,15 @@ class SymmetricHeap:
         for number in dead:
             layout.free(number)
         allocation = layout.place(nbytes)
-        new_segment = None
+        new_window = None
         if allocation is None:
-            new_segment = layout.add_segment(nbytes)
+            new_window = layout.add_window(nbytes)
             allocation = layout.place(nbytes)
             assert allocation is not None
         core = self._handle.core()
         try:
-            if new_segment is not None:
-                share_segment(rendezvous, core, new_segment, layout.segments()[new_segment], self._use_ipc)
+            if new_window is not None:
+                share_window(rendezvous, core, new_window, layout.windows()[new_window], self._use_ipc)
             tensor, loan = rendezvous.attempt(
                 "allocation of a tensor in symmetric memory",
                 lambda: self._take(allocation, nbytes, bool(dead), size, dtype),
@@ -78,18 +78,18 @@ class SymmetricHeap:
         except BaseException as error:
             # A caller that keeps the exception would keep its frames, and with them the tensor of this rank.
             traceback.clear_frames(error.__traceback__)
-            if new_segment is not None:
-                with contextlib.suppress(ValueError):  # this rank has no memory of the segment
-                    core.unmap_segment(new_segment)
-                    core.close_segment(new_segment)
+            if new_window is not None:
+                with contextlib.suppress(ValueError):  # this rank has no memory of the window
+                    core.unmap_window(new_window)
+                    core.close_window(new_window)
             raise
-        vacated = layout.empty_segments()
-        for segment in vacated:
-            layout.remove_segment(segment)
+        vacated = layout.empty_windows()
+        for window in vacated:
+            layout.remove_window(window)
         self._layout = layout
         self._loans = {number: found for number, found in self._loans.items() if number not in dead}
         self._loans[allocation.number] = loan
-        _close_segments(rendezvous, core, vacated)
+        _close_windows(rendezvous, core, vacated)
         return tensor
 
     def _request(self, shape: Any, dtype: Any) -> dict[str, Any]:
@@ -106,8 +106,8 @@ class SymmetricHeap:
             raise UnsupportedInputError(f"empty: shape is {quoted(size)}: no memory has that")
         return {"shape": size, "dtype": str(dtype), "dead": self._dead()}
 
-    def place_of(self, tensor: torch.Tensor) -> tuple[int, int] | None:
-        """Return (segment, symmetric offset in bytes) of a tensor in the heap. Equal on all ranks for one tensor of
+    def symmetric_offset_of(self, tensor: torch.Tensor) -> tuple[int, int] | None:
+        """Return (window, symmetric offset in bytes) of a tensor in the heap. Equal on all ranks for one tensor of
         ``empty``.
 
         Args:
@@ -121,10 +121,10 @@ class SymmetricHeap:
         """
         if tensor.nbytes == 0:
             return None
-        place: tuple[int, int] | None = self._handle.core().find(tensor.data_ptr(), tensor.nbytes)
-        return place
+        found: tuple[int, int] | None = self._handle.core().find(tensor.data_ptr(), tensor.nbytes)
+        return found
 
-    def meet(self, call: str) -> Rendezvous:
+    def rendezvous_for(self, call: str) -> Rendezvous:
         """Return the rendezvous of the ranks for a collective call.
 
         Raises:
@@ -153,7 +153,7 @@ class SymmetricHeap:
         # After a capture nothing is reported: graphs may use memory whose tensor is gone.
         if self._handle.core().has_been_captured():
             return ""
-        allocations = self._layout.allocations()[:_MAX_TOLD]
+        allocations = self._layout.allocations()[:_MAX_LISTED]
         bits = sum(1 << i for i, a in enumerate(allocations) if self._loans[a.number].has_ended())
         return base64.b85encode(bits.to_bytes(-(-bits.bit_length() // 8), "little")).decode()
 
@@ -170,7 +170,7 @@ class SymmetricHeap:
         if reuses and device.type == "cuda":
             torch.cuda.synchronize(device)
         index = -1 if device.type == "cpu" else device.index
-        capsule, loan = core.lend(allocation.segment, allocation.offset, nbytes, index)
+        capsule, loan = core.lend(allocation.window, allocation.offset, nbytes, index)
         with torch.inference_mode(False), torch.no_grad():
             storage = torch.utils.dlpack.from_dlpack(capsule).untyped_storage()
             without_gaps = torch.empty(size, device="meta").stride()
@@ -183,17 +183,17 @@ class SymmetricHeap:
         self._loans.clear()
 
 
-def _close_segments(rendezvous: Rendezvous, core: _core.Core, segments: Sequence[int]) -> None:
-    """Free segments that no rank uses. Collective."""
+def _close_windows(rendezvous: Rendezvous, core: _core.Core, windows: Sequence[int]) -> None:
+    """Free windows that no rank uses. Collective."""
 
     def each(step: Callable[[int], None]) -> None:
-        for segment in segments:
-            step(segment)
+        for window in windows:
+            step(window)
 
-    if segments:
+    if windows:
         # A rank must not free cudaIpc memory while a peer has it mapped.
-        rendezvous.attempt("unmapping of symmetric memory", lambda: each(core.unmap_segment))
-        rendezvous.attempt("return of symmetric memory", lambda: each(core.close_segment))
+        rendezvous.attempt("unmapping of symmetric memory", lambda: each(core.unmap_window))
+        rendezvous.attempt("return of symmetric memory", lambda: each(core.close_window))
 
 
 def _dead_on_all(layout: HeapLayout, said: Sequence[str]) -> set[int]:

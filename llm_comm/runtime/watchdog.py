@@ -30,7 +30,7 @@ from llm_comm.runtime.failures import (
     root_cause,
 )
 from llm_comm.runtime.rank_names import RankNames
-from llm_comm.runtime.status import LIFE_S, RankError, RankState, Sighting, StatusBoard
+from llm_comm.runtime.status import LIFE_S, PeerStatus, RankError, RankState, StatusBoard
 
 logger = logging.getLogger("llm_comm")
 
@@ -40,7 +40,7 @@ KERNEL_SHARE_OF_TIMEOUT = 0.8
 _LOOK_SHARE, _LONGEST_LOOK_S = 1 / 40, 0.05
 #: Seconds between two checks of the operations' order. Each check reads a few words of every rank's GPU.
 _ORDER_LOOK_S = 1.0
-_HEAR_SHARE, _LONGEST_HEAR_S = 1 / 20, 0.5
+_REPORT_WAIT_SHARE, _MAX_REPORT_WAIT_S = 1 / 20, 0.5
 #: Longest time in seconds that a silent process takes to exit: the driver frees its memory first.
 _LONGEST_DEATH_S = 2.5
 #: Seconds from a peer's exit until the exit itself becomes the error. Waiting kernels and the engine report first.
@@ -97,7 +97,7 @@ class Watchdog(threading.Thread):
         self._timeout_s = timeout_s
         self._board = board
         self._look_s = min(_LONGEST_LOOK_S, timeout_s * _LOOK_SHARE)
-        self._hear_s = min(_LONGEST_HEAR_S, timeout_s * _HEAR_SHARE)
+        self._report_wait_s = min(_MAX_REPORT_WAIT_S, timeout_s * _REPORT_WAIT_SHARE)
         self._stopping = threading.Event()
         self._has_failed = threading.Event()
         self._lock = threading.Lock()
@@ -124,7 +124,7 @@ class Watchdog(threading.Thread):
             found = self._own_error()
             if found is None:
                 return None
-            if not self._has_failed.wait(self._look_s + self._hear_s + LIFE_S):  # this thread got no CPU time
+            if not self._has_failed.wait(self._look_s + self._report_wait_s + LIFE_S):  # this thread got no CPU time
                 return as_exception(found)
         assert self._error is not None
         return as_exception(self._error)
@@ -133,7 +133,7 @@ class Watchdog(threading.Thread):
         """End the communicator on all ranks because an operation could not be launched here. Return the error."""
         text = (
             f"{self._this}: an operation could not be launched ({why}), and other ranks may have launched "
-            "theirs. This communicator cannot be used any more."
+            "theirs. This communicator can no longer be used."
         )
         kind, brief = LaunchError.__name__, "could not launch an operation"
         return self.end_with(RankError(kind, text, brief, self._number, self._number))
@@ -211,13 +211,13 @@ class Watchdog(threading.Thread):
         except Exception as error:
             logger.exception("llm_comm: the watchdog of %s failed", self._this)
             text = (
-                f"{self._this}: nobody watches this communicator any more ({type(error).__name__}: {error}). It "
-                "cannot be used any more."
+                f"{self._this}: the watchdog of this communicator has failed ({type(error).__name__}: {error}). The "
+                "communicator can no longer be used."
             )
             failure = RankError(CommunicatorError.__name__, text, "has no watchdog", self._number, self._number)
             with contextlib.suppress(Exception):  # peers then detect the failure by their timeout
                 self._publish(replace(self._state(), error=failure))
-            self._tell(failure)
+            self._report(failure)
         finally:
             if self._board is not None:
                 self._board.close()
@@ -228,20 +228,20 @@ class Watchdog(threading.Thread):
         while not self._stopping.wait(self._look_s):
             if self._error is None:
                 state = self._state()
-                sightings = self._look()
-                self._note_the_lost(sightings)
+                statuses = self._look()
+                self._record_lost_peers(statuses)
                 if time.monotonic() >= self._next_look_at_order:
                     self._next_look_at_order = time.monotonic() + _ORDER_LOOK_S
                     # The GPU memory of a rank that has closed may be unmapped.
-                    if not any(s.is_closed or s.has_exited for s in sightings):
+                    if not any(s.is_closed or s.has_exited for s in statuses):
                         self.look_at_order()
-                if self._own_error() is not None or any(s.state and s.state.error for s in sightings):
+                if self._own_error() is not None or any(s.state and s.state.error for s in statuses):
                     state = self._fail()
                 elif self._has_failed_by_exit():
                     error = self._exit_as_error()
                     state = replace(state, error=error)
                     self._publish(state)
-                    self._tell(error, sightings)
+                    self._report(error, statuses)
             self._publish(state)  # heartbeat, also after an error
         if self._error is None and self._own_error() is not None:  # an error later than the last poll
             state = self._fail()
@@ -253,32 +253,32 @@ class Watchdog(threading.Thread):
         if self._error is None and self._is_abandoned and self._first_exit is not None:
             # A kernel that waits for the exited peer would delay the free of the memory, or the exit of this process,
             # until the timeout. Kernels of other libraries could wait for the peer without end.
-            self._tell(self._exit_as_error(), self._look(), quietly=not self._fails_on_exit)
+            self._report(self._exit_as_error(), self._look(), quietly=not self._fails_on_exit)
 
-    def _note_the_lost(self, sightings: Sequence[Sighting], life_s: float | None = None) -> None:
+    def _record_lost_peers(self, statuses: Sequence[PeerStatus], life_s: float | None = None) -> None:
         """Notify the kernels of peers whose process has exited, and log each lost peer once.
 
         A peer is lost if it exited without closing its communicator. With ``life_s``, a peer without heartbeat for
         longer than that many seconds is lost too.
         """
-        for rank, sighting in enumerate(sightings):
-            if sighting.has_exited and rank not in self._exited:
+        for rank, status in enumerate(statuses):
+            if status.has_exited and rank not in self._exited:
                 self._exited.add(rank)
                 self._core.peer_exited(rank)
-                if not sighting.is_closed and self._first_exit is None:
+                if not status.is_closed and self._first_exit is None:
                     self._first_exit = rank, time.monotonic()
-            if sighting.is_closed:
+            if status.is_closed:
                 continue
-            is_silent = life_s is not None and self._silent_for(rank, sighting) > life_s
-            if rank in self._lost or not (sighting.has_exited or is_silent):
+            is_silent = life_s is not None and self._silent_for(rank, status) > life_s
+            if rank in self._lost or not (status.has_exited or is_silent):
                 continue
             self._lost.add(rank)
             logger.warning(
                 "llm_comm: %s %s (noticed by %s). What waits for it ends with PeerTimeout",
                 self._names.in_group(rank),
                 "has exited without closing its communicator"
-                if sighting.has_exited
-                else f"has died or hangs: no sign of life for {sighting.age_s:.1f} s",
+                if status.has_exited
+                else f"has died or hangs: no sign of life for {status.age_s:.1f} s",
                 self._names.short(self._rank),
             )
 
@@ -292,7 +292,7 @@ class Watchdog(threading.Thread):
         names, index = self._names, self._first_exit[0]
         text = (
             f"{self._this}: the process of {names.full(index)} has exited without closing its communicator. This one "
-            "cannot be used any more."
+            "can no longer be used."
         )
         brief = f"saw that the process of {names.short(index)} has exited"
         return RankError(PeerTimeout.__name__, text, brief, self._number, names.number(index))
@@ -307,19 +307,19 @@ class Watchdog(threading.Thread):
             # read before the poll: a pause after it must not make a heartbeat look newer
             elapsed = time.monotonic() - begin
             self._publish(state)
-            sightings = self._look()
-            self._note_the_lost(sightings, LIFE_S)
-            left = (rank for rank in range(len(sightings)) if rank not in self._lost)
-            may_exit = elapsed < _LONGEST_DEATH_S and any(sightings[rank].has_exited is False for rank in self._lost)
-            if not may_exit and all(self._silent_for(rank, sightings[rank]) <= elapsed for rank in left):
+            statuses = self._look()
+            self._record_lost_peers(statuses, LIFE_S)
+            left = (rank for rank in range(len(statuses)) if rank not in self._lost)
+            may_exit = elapsed < _LONGEST_DEATH_S and any(statuses[rank].has_exited is False for rank in self._lost)
+            if not may_exit and all(self._silent_for(rank, statuses[rank]) <= elapsed for rank in left):
                 return
             time.sleep(self._look_s / 2)
 
-    def _silent_for(self, rank: int, sighting: Sighting) -> float:
+    def _silent_for(self, rank: int, status: PeerStatus) -> float:
         """Return the age in seconds of a peer's heartbeat; 0 for this rank, and for peers that have closed or published
         nothing."""
-        owes_none = rank == self._rank or sighting.state is None or sighting.is_closed
-        return 0.0 if owes_none else sighting.age_s
+        owes_none = rank == self._rank or status.state is None or status.is_closed
+        return 0.0 if owes_none else status.age_s
 
     def _state(self) -> RankState:
         call = self._core.last_call()
@@ -334,19 +334,19 @@ class Watchdog(threading.Thread):
 
     def _fail(self) -> RankState:
         """Find the cause of a failure, end the communicator, and notify the callbacks. Return the published state."""
-        state, sightings = self._hear()
-        error = root_cause(self._this, state.error, sightings)
+        state, statuses = self._collect_statuses()
+        error = root_cause(self._this, state.error, statuses)
         if error is None:
             return state
-        self._tell(error, sightings)
+        self._report(error, statuses)
         return state
 
-    def _tell(self, error: RankError, sightings: Sequence[Sighting] = (), quietly: bool = False) -> None:
+    def _report(self, error: RankError, statuses: Sequence[PeerStatus] = (), quietly: bool = False) -> None:
         """End the communicator with ``error`` and the states of all ranks. Only the first error counts.
 
         If ``quietly``, neither log nor call callbacks.
         """
-        error = replace(error, text=error.text + describe_ranks(sightings, self._names))
+        error = replace(error, text=error.text + describe_ranks(statuses, self._names))
         with self._lock:
             if self._error is not None:
                 return
@@ -364,23 +364,25 @@ class Watchdog(threading.Thread):
             except BaseException:  # also SystemExit: it would end only this thread, without a message
                 logger.exception("a callback of on_error failed (to end the process, use os._exit)")
 
-    def _hear(self) -> tuple[RankState, list[Sighting]]:
-        """Collect the states of all ranks. Wait until each living rank has reported an error, at most ``_hear_s``
-        seconds."""
+    def _collect_statuses(self) -> tuple[RankState, list[PeerStatus]]:
+        """Collect the states of all ranks. Wait until each living rank has reported an error.
+
+        The wait lasts at most ``_report_wait_s`` seconds.
+        """
         state = replace(self._state(), operations_ended=operations_ended(self._core))
-        deadline = time.monotonic() + self._hear_s
+        deadline = time.monotonic() + self._report_wait_s
         while True:
             if state.error is None:
                 state = replace(state, error=self._own_error())
             self._publish(state)
-            sightings = self._look()
-            self._note_the_lost(sightings)
+            statuses = self._look()
+            self._record_lost_peers(statuses)
             have_errors = all(
                 s.state is None or s.state.error is not None or s.is_closed or s.has_exited or s.age_s > LIFE_S
-                for s in sightings
+                for s in statuses
             )
             if (have_errors and state.error is not None) or time.monotonic() > deadline:
-                return state, sightings
+                return state, statuses
             time.sleep(0.002)
 
     def _own_error(self) -> RankError | None:
@@ -393,5 +395,5 @@ class Watchdog(threading.Thread):
         if self._board is not None:
             self._board.publish(state)
 
-    def _look(self) -> list[Sighting]:
+    def _look(self) -> list[PeerStatus]:
         return [] if self._board is None else self._board.look()

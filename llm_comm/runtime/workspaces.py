@@ -31,18 +31,18 @@ class _Memory(NamedTuple):
     map_peer: Callable[[int, int, bytes], None]
 
 
-def share_segment(rendezvous: Rendezvous, core: _core.Core, segment: int, nbytes: int, use_ipc: bool) -> None:
-    """Allocate a segment of the symmetric heap on every rank, and map the segments of the peers.
+def share_window(rendezvous: Rendezvous, core: _core.Core, window: int, nbytes: int, use_ipc: bool) -> None:
+    """Allocate a window of the symmetric heap on every rank, and map the windows of the peers.
 
     Raises:
         RendezvousError: Memory cannot be allocated or shared. Raised on all ranks alike. The caller must close the part
-            of the segment that this rank has.
+            of the window that this rank has.
     """
     memory = _Memory(
         f"{nbytes} bytes of symmetric memory",
         "symmetric memory",
-        lambda use_ipc: core.create_segment(segment, nbytes, use_ipc),
-        lambda peer, fd, handle: core.map_segment(segment, peer, fd, handle),
+        lambda use_ipc: core.create_window(window, nbytes, use_ipc),
+        lambda peer, fd, handle: core.map_window(window, peer, fd, handle),
     )
     (_map_by_ipc if use_ipc else _map_by_descriptor)(rendezvous, memory)
 

@@ -17,8 +17,8 @@
 
 namespace drill {
 
-// An algorithm of an operation that has expect(), which is about its first output. All buffers are like the input, unless the
-// operation has elements().
+// An algorithm of an operation that has expect(), which is about its first output. All buffers are like the input,
+// unless the operation has elements().
 template <class Algorithm>
 class AnyCall final : public Call {
  public:
@@ -147,7 +147,8 @@ class AnyCall final : public Call {
     }
   }
 
-  // A grid that reads the result before the next round, as a user's kernel would. By a few threads, some of which come late.
+  // A grid that reads the result before the next round, as a user's kernel would. By a few threads, some of which come
+  // late.
   void read(World& world, uint32_t rank, const Tensor& output) {
     Line* const to = first_result_[rank].data();
     const auto* const from = reinterpret_cast<const Line*>(output.address());
@@ -199,7 +200,7 @@ class AnyCall final : public Call {
 
   static Problem draw_problem(DataType type, uint32_t ranks, Random& random) {
     constexpr const OperationInfo& info = Operation::kInfo;
-    if constexpr (std::is_base_of_v<PartsOperation, Operation>) return draw_served(type, ranks, random);
+    if constexpr (std::is_base_of_v<ShardsOperation, Operation>) return draw_served(type, ranks, random);
     for (;;) {
       Problem problem{0, 0, type, ranks, {}};
       if (info.row_multiple != 0) {
@@ -235,7 +236,8 @@ class AnyCall final : public Call {
   Problem problem_;
   Tiling tiling_;
   bool in_place_;
-  // 2: the call is made twice, with the same output and another input at first, and what comes first is read in between.
+  // 2: the call is made twice, with the same output and another input at first, and what comes first is read in
+  // between.
   uint32_t rounds_ = 1;
   std::vector<Tensor> first_input_;  // by rank, as what follows
   std::vector<uint32_t> first_expected_[kMaxWorldSize];

@@ -51,8 +51,8 @@ std::unique_ptr<Call> draw_call_of(const Subject& subject, uint32_t ranks, Rando
 
 template <DataType D>
 std::unique_ptr<Call> draw_linear(const Subject& subject, Random& random) {
-  constexpr FactorType kAlike = factors_of_type(D);
-  if (subject.is_fp8) return std::make_unique<LinearCall<FactorType::kFloat8, D>>(subject.epilogue, random);
+  constexpr OperandType kAlike = operands_of_type(D);
+  if (subject.is_fp8) return std::make_unique<LinearCall<OperandType::kFloat8, D>>(subject.epilogue, random);
   return std::make_unique<LinearCall<kAlike, D>>(subject.epilogue, random);
 }
 

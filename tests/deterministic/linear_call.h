@@ -8,8 +8,8 @@
 
 #include "algorithms/linear/epilogue.cuh"
 #include "calls.h"
-#include "llm_comm/factor.cuh"
 #include "llm_comm/matrix_view.h"
+#include "llm_comm/operand.cuh"
 #include "llm_comm/reduce.cuh"
 #include "operands.h"
 
@@ -42,8 +42,9 @@ LLM_COMM_KERNEL(32) bring(LLM_COMM_KERNEL_PARAM BringArgs args) {
   }
 }
 
-// A call takes no operation, and no rank waits for another one in it. So a rank is enough: each has hundreds of threads.
-template <FactorType F, DataType D>
+// A call takes no operation, and no rank waits for another one in it. So a rank is enough: each has hundreds of
+// threads.
+template <OperandType F, DataType D>
 class LinearCall final : public Call {
  public:
   LinearCall(LinearEpilogue epilogue, Random& random)
@@ -114,8 +115,8 @@ class LinearCall final : public Call {
 
  private:
   using E = Element<D>;
-  static constexpr bool kIsScaled = F == FactorType::kFloat8;
-  static constexpr uint32_t kColumns = kBoxRowBytes / sizeof(Factor<F>);
+  static constexpr bool kIsScaled = F == OperandType::kFloat8;
+  static constexpr uint32_t kColumns = kBoxRowBytes / sizeof(Operand<F>);
   using Lines = std::vector<Line>;
   static constexpr uint32_t kElements = sizeof(Line) / sizeof(uint16_t);
   static constexpr uint32_t kRank = 0;
@@ -139,7 +140,7 @@ class LinearCall final : public Call {
   }
   static uint16_t element(const Lines& lines, size_t i) { return at<uint16_t>(lines, i); }
   static void fill(Lines& lines, size_t count, Random& random) {
-    lines.resize(count * sizeof(Factor<F>) / sizeof(Line));
+    lines.resize(count * sizeof(Operand<F>) / sizeof(Line));
     for (size_t i = 0; i < count; ++i) {
       if constexpr (kIsScaled) {
         const float number = E::value(static_cast<uint16_t>(draw_number(D, random)));
@@ -208,8 +209,8 @@ class LinearCall final : public Call {
     float products = 0.0f;
     for (uint32_t k = 0; k < problem_.inputs; ++k) {
       float& sum = has_block_scales(problem_) ? products : sums[k / kColumns % 2];
-      sum = multiply_add(at<Factor<F>>(weight_, size_t{row} * problem_.inputs + k).value(),
-                         at<Factor<F>>(source_, size_t{token} * problem_.inputs + k).value(), sum);
+      sum = multiply_add(at<Operand<F>>(weight_, size_t{row} * problem_.inputs + k).value(),
+                         at<Operand<F>>(source_, size_t{token} * problem_.inputs + k).value(), sum);
       if (!has_block_scales(problem_) || k % kColumns != kColumns - 1) continue;
       const uint32_t block = k / kScaleBlock;
       const auto of_x = at<float>(

@@ -20,9 +20,9 @@ struct Cells {
   uint32_t* y;
   Line* line;
   uint32_t* seen;
-  MulticastPlace all;  // x, of every rank
+  MulticastAddress all;  // x, of every rank
 
-  MulticastPlace all_lines() const { return {all.all, all.each, all.count, 128}; }
+  MulticastAddress all_lines() const { return {all.all, all.each, all.count, 128}; }
   uint32_t* x_of(uint32_t rank) const { return reinterpret_cast<uint32_t*>(all.each[rank]); }
 };
 
@@ -35,14 +35,14 @@ struct Litmus {
   bool is_allowed;
 };
 
-Temper draw_temper(Random& random) {
-  Temper temper;
-  temper.memory.stale = random.pick({0u, 64u, 160u});
-  temper.memory.overtake = random.pick({0u, 128u, 256u});
-  temper.memory.delay = random.pick({0u, 4u, 32u});
-  temper.memory.local_delay = random.pick({0u, 4u, 32u});
-  temper.scheduler.preempt = random.pick({0u, 128u, 256u});
-  return temper;
+ScheduleParameters draw_schedule_parameters(Random& random) {
+  ScheduleParameters parameters;
+  parameters.memory.stale = random.pick({0u, 64u, 160u});
+  parameters.memory.overtake = random.pick({0u, 128u, 256u});
+  parameters.memory.delay = random.pick({0u, 4u, 32u});
+  parameters.memory.local_delay = random.pick({0u, 4u, 32u});
+  parameters.scheduler.preempt = random.pick({0u, 128u, 256u});
+  return parameters;
 }
 
 // In how many schedules the outcome was seen.
@@ -54,7 +54,7 @@ uint32_t count(const Litmus& litmus) {
     Random random(seed);
     std::vector<uint32_t> seen(8, 0);
     for (uint32_t rank = 0; rank < ranks; ++rank) std::memset(machine.memory().of_rank(rank), 0, kBytes);
-    machine.reset(random.next(), ranks, draw_temper(random));
+    machine.reset(random.next(), ranks, draw_schedule_parameters(random));
     char* const home = machine.memory().of_rank(0);
     char* each[kMaxRanks] = {};
     for (uint32_t rank = 0; rank < ranks; ++rank) each[rank] = machine.memory().of_rank(rank);

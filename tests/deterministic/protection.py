@@ -15,7 +15,7 @@ DIRECT = "csrc/algorithms/direct.cuh"
 STEPS = "csrc/include/llm_comm/steps.cuh"
 HB_SESSION = "csrc/include/llm_comm/hb_session.cuh"
 SEMAPHORE = "csrc/include/llm_comm/semaphore.cuh"
-SUSPICION = "csrc/include/llm_comm/suspicion.cuh"
+FAULT_REPORTS = "csrc/include/llm_comm/fault_reports.cuh"
 WAIT = "csrc/include/llm_comm/wait.cuh"
 CHECK_CALL = "csrc/algorithms/check_call.cuh"
 RMS_NORM = "csrc/algorithms/all_reduce_add_rms_norm/rms_norm.cuh"
@@ -33,10 +33,10 @@ WRONG_RESULT = r"^((without an error on|(before|behind) the error of|though nobo
 UNTOLD = r"^(without an error on|(before|behind) the error of) rank \d+, call \d+"
 NOBODY_IS_MISSING = r"^rank \d+: a wait of .* expired"
 #: Of the protections of lines and slots: any of these, as it happens.
-WRONG = "|".join((WRONG_RESULT, NOBODY_IS_MISSING, "is not armed again", r"counted (\d+ )?operations"))
-#: Words that have not come may name no place, or another one.
+WRONG = "|".join((WRONG_RESULT, NOBODY_IS_MISSING, "is not reset to the sentinel", r"counted (\d+ )?operations"))
+#: Words that have not arrived may name no symmetric offset, or another one.
 NOT_SYMMETRIC = r"^rank \d+: not symmetric in"
-OTHER_PLACE = r"^rank \d+: other place in"
+OTHER_OFFSET = r"^rank \d+: other symmetric offset in"
 BLAME = "blames the wrong one"
 MISMATCH = r"^rank \d+: mismatch in"
 CONCURRENT = r"^rank \d+: concurrent use in"

@@ -9,7 +9,7 @@ from protection import (
     HB_SESSION,
     MISHAPS,
     NOBODY_IS_MISSING,
-    OTHER_PLACE,
+    OTHER_OFFSET,
     PLAIN_BY_SWITCH,
     UNTOLD,
     WRONG,
@@ -27,8 +27,8 @@ AT_ONCE = {
 }
 #: Of what HBSession does in either way.
 NO_HB = {r".*/port": "it has a session of its own"}
-#: The place of a peer's output that has not come names no memory, or other memory: the program crashes.
-NO_PLACE = {r".*/two_shot_port": "without it a place may be read that has not come"}
+#: The offset of a peer's output that has not arrived names no memory, or other memory: the program crashes.
+NO_OFFSET = {r".*/two_shot_port": "without it an offset may be read that has not arrived"}
 #: Whose peers read what a rank has staged, or stored to all.
 ONE_HOP_BY_SWITCH = ("all_reduce/one_shot_ld_reduce", "all_gather/push_switch", "reduce_scatter/ld_reduce")
 _WRONG = f"{WRONG_RESULT}|{NOBODY_IS_MISSING}"
@@ -53,8 +53,8 @@ OF_CHANNELS = (
                 "{ store_release(row_.word(comm_, peer, comm_.rank), value_of(step)); }",
             ),
         ),
-        failure=f"{_WRONG}|{OTHER_PLACE}",
-        exempt={**NO_HB, **NO_PLACE},
+        failure=f"{_WRONG}|{OTHER_OFFSET}",
+        exempt={**NO_HB, **NO_OFFSET},
     ),
     Protection(
         "hb_acquire",
@@ -66,28 +66,28 @@ OF_CHANNELS = (
                 "(WITHOUT ? load_relaxed(word) : load_acquire(word)) - value_of(step)",
             ),
         ),
-        failure=f"{_WRONG}|{OTHER_PLACE}",
-        exempt={**NO_HB, **NO_PLACE},
+        failure=f"{_WRONG}|{OTHER_OFFSET}",
+        exempt={**NO_HB, **NO_OFFSET},
     ),
     Protection(
         "hb_wait",
         "a step begins when the peers have ended the one that it builds on",
         (Edit(HB_SESSION, "if (has_peer && t >= depth && !wait(", "if (has_peer && !WITHOUT && t >= depth && !wait("),),
-        failure=f"{_WRONG}|{OTHER_PLACE}",
-        exempt={**AT_ONCE, **NO_PLACE},
+        failure=f"{_WRONG}|{OTHER_OFFSET}",
+        exempt={**AT_ONCE, **NO_OFFSET},
     ),
     Protection(
         "hb_signal_of_ended_step",
         "a step is signalled behind a barrier of the block, when all of its threads have ended it",
         (Edit(HB_SESSION, "signal(peer, t - 2);", "signal(peer, WITHOUT ? t - 1 : t - 2);"),),
-        failure=f"{_WRONG}|{OTHER_PLACE}",
+        failure=f"{_WRONG}|{OTHER_OFFSET}",
         exempt=AT_ONCE,
     ),
     Protection(
         "hb_operation_number",
         "signals of operations before count for nothing",
         (Edit(HB_SESSION, "word_of_step(op_.sequence(), step)", "word_of_step(WITHOUT ? 0 : op_.sequence(), step)"),),
-        failure=f"{_WRONG}|{OTHER_PLACE}",
+        failure=f"{_WRONG}|{OTHER_OFFSET}",
         exempt=NO_HB,
     ),
     Protection(
@@ -105,9 +105,9 @@ OF_CHANNELS = (
     ),
     # ---- Staging memory ----
     Protection(
-        "hb_turns",
+        "hb_stages",
         "there are twice as many buffers as steps that a block is ahead",
-        (Edit(STEP_PIPELINE, "turns_(2 * depth)", "turns_(WITHOUT ? depth : 2 * depth)"),),
+        (Edit(STEP_PIPELINE, "stages_(2 * depth)", "stages_(WITHOUT ? depth : 2 * depth)"),),
         failure=WRONG_RESULT,
         exempt={PLAIN_BY_SWITCH: "it has buffers of its own"},
     ),
@@ -131,7 +131,7 @@ OF_CHANNELS = (
         "a block whose wait was aborted sends and sums nothing more",
         (Edit(HB_SESSION, "if (incomplete_[t % 2] != 0) return;", "if (!WITHOUT && incomplete_[t % 2] != 0) return;"),),
         options=MISHAPS,
-        failure=f"{UNTOLD}|{OTHER_PLACE}",
+        failure=f"{UNTOLD}|{OTHER_OFFSET}",
         exempt=AT_ONCE,
     ),
     # ---- Lines of any bytes ----
@@ -139,18 +139,18 @@ OF_CHANNELS = (
         "bytes_mask",
         "a line that holds a word which may stand for two is followed by a mask, which is read",
         (Edit(BYTES, "if (has_ambiguous_words(lines[i]))", "if (!WITHOUT && has_ambiguous_words(lines[i]))"),),
-        failure=f"{WRONG_RESULT}|is not armed again",  # the mask, where it comes later
+        failure=f"{WRONG_RESULT}|is not reset to the sentinel",  # the mask, where it comes later
     ),
     Protection(
         "bytes_wait_for_mask",
         "a mask is taken only when it has arrived",
         (Edit(BYTES, "return found != kSentinel;", "return WITHOUT || found != kSentinel;"),),
-        failure=f"{WRONG_RESULT}|is not armed again",  # the mask, where it comes later
+        failure=f"{WRONG_RESULT}|is not reset to the sentinel",  # the mask, where it comes later
     ),
     Protection(
-        "bytes_re_arm_mask",
-        "R2: a mask is armed again",
+        "bytes_reset_mask",
+        "R2: a mask is reset to the sentinel",
         (Edit(BYTES, "store_relaxed(incoming, kSentinel);", "if (!WITHOUT) store_relaxed(incoming, kSentinel);"),),
-        failure="|".join((WRONG_RESULT, "is not armed again", HANGS)),
+        failure="|".join((WRONG_RESULT, "is not reset to the sentinel", HANGS)),
     ),
 )

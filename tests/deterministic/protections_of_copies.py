@@ -7,7 +7,7 @@ outputs of their own, so nobody writes to one again.
 from __future__ import annotations
 
 from edits import Edit
-from protection import DIRECT, HB_SESSION, NOBODY_IS_MISSING, OTHER_PLACE, STEPS, WRONG_RESULT, Protection
+from protection import DIRECT, HB_SESSION, NOBODY_IS_MISSING, OTHER_OFFSET, STEPS, WRONG_RESULT, Protection
 
 STREAM_COPIES = "csrc/algorithms/stream_copies.cuh"
 DIRECT_PORT = "csrc/optional/all_gather/direct_port.cuh"
@@ -26,8 +26,8 @@ OF_COPIES = (
         (
             Edit(
                 DIRECT_PORT,
-                "args.parts.part[peer].length != 0) words.",
-                "args.parts.part[peer].length != 0 && !WITHOUT) words.",
+                "args.shards.shard[peer].length != 0) words.",
+                "args.shards.shard[peer].length != 0 && !WITHOUT) words.",
             ),
         ),
         failure=_WRONG,
@@ -69,12 +69,12 @@ OF_COPIES = (
     ),
     Protection(
         "places_apart_from_signals",
-        "a word that is no step, here the place of an output, lies where nobody waits for a step",
+        "a word that is no step, here the symmetric offset of an output, lies where nobody waits for a step",
         (
             Edit(
                 STEPS,
-                "+ kPlacesOffset) + sender;",
-                "+ (WITHOUT ? kSignalsOffset : kPlacesOffset)) + sender;",
+                "+ kOutputOffsetsOffset) + sender;",
+                "+ (WITHOUT ? kSignalsOffset : kOutputOffsetsOffset)) + sender;",
             ),
         ),
         failure=_WRONG,
@@ -83,7 +83,7 @@ OF_COPIES = (
     ),
     # ---- In the stream ----
     Protection(
-        "meeting_before_copies",
+        "entry_barrier_of_copies",
         "copies begin when all ranks have said that their tensors may be written",
         (
             # As below: the grid counts itself all the same.
@@ -115,7 +115,7 @@ OF_COPIES = (
                 "word = row_.word(comm_, comm_.rank, peer);\nif (WITHOUT && phase == 99) return true;",
             ),
         ),
-        failure=f"{_WRONG}|{OTHER_PLACE}",
+        failure=f"{_WRONG}|{OTHER_OFFSET}",
         subjects=IN_STREAM,
     ),
     Protection(
@@ -125,8 +125,8 @@ OF_COPIES = (
             Edit(STREAM_COPIES, "between(); grid.", "if (!WITHOUT) between();\ngrid."),
             Edit(
                 STREAM_COPIES,
-                "args.stage = kParting; launch(grid);",
-                "args.stage = kParting;\nlaunch(grid);\nif (WITHOUT) between();",
+                "args.stage = kExitBarrier; launch(grid);",
+                "args.stage = kExitBarrier;\nlaunch(grid);\nif (WITHOUT) between();",
             ),
         ),
         failure=_WRONG,
@@ -143,7 +143,7 @@ OF_COPIES = (
     Protection(
         "piece_has_left",
         "a rank says that its copies of a piece have come when they have",
-        (Edit(TWO_SHOT_CE, "beside.hold(i);", "if (!WITHOUT) beside.hold(i);"),),
+        (Edit(TWO_SHOT_CE, "side_stream.wait_event(i);", "if (!WITHOUT) side_stream.wait_event(i);"),),
         failure=_WRONG,
         subjects=IN_PIECES,
     ),
@@ -153,9 +153,9 @@ OF_COPIES = (
         (
             Edit(
                 TWO_SHOT_CE,
-                "args.stage = kFirstPiece + i; launch(grid); beside.follow();",
-                "if (WITHOUT) beside.copy(copies.placed(going(problem, tiling, rank, i)));\n"
-                "args.stage = kFirstPiece + i;\nlaunch(grid);\nbeside.follow();\nif (WITHOUT) continue;",
+                "args.stage = kFirstPiece + i; launch(grid); side_stream.follow();",
+                "if (WITHOUT) side_stream.copy(copies.placed(going(problem, tiling, rank, i)));\n"
+                "args.stage = kFirstPiece + i;\nlaunch(grid);\nside_stream.follow();\nif (WITHOUT) continue;",
             ),
         ),
         failure=_WRONG,
@@ -171,7 +171,7 @@ OF_COPIES = (
     Protection(
         "pieces_have_gone",
         "a rank says that its copies have ended behind those of all pieces",
-        (Edit(TWO_SHOT_CE, "beside.join();", "if (!WITHOUT) beside.join();"),),
+        (Edit(TWO_SHOT_CE, "side_stream.join();", "if (!WITHOUT) side_stream.join();"),),
         failure=_WRONG,
         subjects=IN_PIECES,
     ),

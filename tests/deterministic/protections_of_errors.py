@@ -8,14 +8,14 @@ from protection import (
     BLAME,
     CHECK_CALL,
     CONCURRENT,
+    FAULT_REPORTS,
     HANGS,
     MISHAPS,
     MISMATCH,
     NOBODY_IS_MISSING,
     OPERATION,
-    OTHER_PLACE,
+    OTHER_OFFSET,
     RMS_NORM,
-    SUSPICION,
     TOO_LATE,
     UNTOLD,
     WAIT,
@@ -39,7 +39,7 @@ OF_ERRORS = (
         (Edit(OPERATION, "aborted_ = (state.word", "aborted_ = !WITHOUT && (state.word"),),
         options=MISHAPS,
         budget=20_000,
-        failure=f"{UNTOLD}|{OTHER_PLACE}",
+        failure=f"{UNTOLD}|{OTHER_OFFSET}",
     ),
     Protection(
         "sends_nothing_in_vain",
@@ -122,7 +122,7 @@ OF_ERRORS = (
     Protection(
         "notes",
         "a rank whose wait expires tells the others",
-        (Edit(WAIT, "bounds.suspicions.tell(peer);", "if (!WITHOUT) bounds.suspicions.tell(peer);"),),
+        (Edit(WAIT, "bounds.fault_reports.send(peer);", "if (!WITHOUT) bounds.fault_reports.send(peer);"),),
         options=MISHAPS,
         budget=20_000,
         failure=f"{BLAME}|{TOO_LATE}",
@@ -140,7 +140,13 @@ OF_ERRORS = (
     Protection(
         "blame_follows_notes",
         "a rank that waits itself is not blamed",
-        (Edit(WAIT, "bounds.suspicions.culprit(peer)", "WITHOUT ? peer : bounds.suspicions.culprit(peer)"),),
+        (
+            Edit(
+                WAIT,
+                "bounds.fault_reports.failed_peer(peer)",
+                "WITHOUT ? peer : bounds.fault_reports.failed_peer(peer)",
+            ),
+        ),
         options=MISHAPS,
         budget=20_000,
         failure=BLAME,
@@ -149,7 +155,7 @@ OF_ERRORS = (
     Protection(
         "notes_end_waits",
         "a rank that finds a note in the middle of a wait gives up too",
-        (Edit(WAIT, "bounds.suspicions.find(suspect) ||", "(!WITHOUT && bounds.suspicions.find(suspect)) ||"),),
+        (Edit(WAIT, "bounds.fault_reports.find(suspect) ||", "(!WITHOUT && bounds.fault_reports.find(suspect)) ||"),),
         options=MISHAPS,
         budget=20_000,
         failure=f"{TOO_LATE}|{BLAME}",
@@ -158,7 +164,7 @@ OF_ERRORS = (
     Protection(
         "silent_rank",
         "where notes lead nowhere, the rank without one is blamed",
-        (Edit(SUSPICION, "return silent != world_size_ ?", "return !WITHOUT && silent != world_size_ ?"),),
+        (Edit(FAULT_REPORTS, "return silent != world_size_ ?", "return !WITHOUT && silent != world_size_ ?"),),
         options=MISHAPS,
         budget=20_000,
         failure=BLAME,
@@ -170,7 +176,11 @@ OF_ERRORS = (
     Protection(
         "notes_that_name_this_rank",
         "a rank is not led to blame itself by notes that name it",
-        (Edit(SUSPICION, "if (named != rank_) suspect = named;", "if (WITHOUT || named != rank_) suspect = named;"),),
+        (
+            Edit(
+                FAULT_REPORTS, "if (named != rank_) suspect = named;", "if (WITHOUT || named != rank_) suspect = named;"
+            ),
+        ),
         options=MISHAPS,
         budget=20_000,
         failure=BLAME,

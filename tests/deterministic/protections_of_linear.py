@@ -50,7 +50,7 @@ OF_LINEAR = (
     Protection(
         "linear_scales_behind_wait",
         "scales of x are loaded when the grids before have ended",
-        (Edit(SCALES, "grid_dependency_wait();  // for", "if (!WITHOUT) grid_dependency_wait();  // for"),),
+        (Edit(SCALES, "grid_dependency_wait();  // the grid", "if (!WITHOUT) grid_dependency_wait();  // the grid"),),
         failure=WRONG_RESULT,
         subjects=("linear+fp8",),
     ),
@@ -76,15 +76,15 @@ OF_LINEAR = (
     ),
     Protection(
         "linear_stages_are_read",
-        "sums take the place of stages that nobody reads any more",
-        (Edit(KERNEL, "block_sync();  // nobody", "if (!WITHOUT) block_sync();  // nobody"),),
+        "sums take the place of stages that have been read",
+        (Edit(KERNEL, "block_sync();  // all stages have", "if (!WITHOUT) block_sync();  // all stages have"),),
         failure=WRONG_RESULT,
         subjects=_SUBJECTS,
     ),
     Protection(
         "linear_sums_are_there",
         "sums of the teams are added when all are there",
-        (Edit(KERNEL, "block_sync();\n  // Who reads", "if (!WITHOUT) block_sync();\n  // Who reads"),),
+        (Edit(KERNEL, "block_sync();\n  // `out` may be", "if (!WITHOUT) block_sync();\n  // `out` may be"),),
         failure=WRONG_RESULT,
         subjects=_SUBJECTS,
     ),

@@ -53,7 +53,7 @@ OF_OPERATIONS = (
     # ---- Operations and their slots ----
     Protection(
         "second_slot",
-        "operations take turns with two slots",
+        "operations alternate between two slots",
         (
             Edit(
                 OPERATION,
@@ -64,27 +64,26 @@ OF_OPERATIONS = (
         exempt={**NO_SLOT, **ONE_SLOT},
     ),
     Protection(
-        "re_arm",
-        "R2: a received line is armed again",
-        Everywhere((r"session\.re_arm(_of)?\(", r"if (!WITHOUT) session.re_arm\1(")),
+        "reset",
+        "R2: a received line is reset to the sentinel",
+        Everywhere((r"session\.reset(_of)?\(", r"if (!WITHOUT) session.reset\1(")),
     ),
     Protection(
-        "re_arm_after_receive",
-        "a line is armed again after it has been received, not before",
+        "reset_after_receive",
+        "a line is reset to the sentinel after it has been received, not before",
         (
             Edit(
                 SESSION,
                 "return receive_line(line, op_, sender(0), phase);",
-                "if (WITHOUT) re_arm_line(const_cast<Line*>(line));\n"
-                " return receive_line(line, op_, sender(0), phase);",
+                "if (WITHOUT) reset_line(const_cast<Line*>(line));\n return receive_line(line, op_, sender(0), phase);",
             ),
             Edit(
                 SESSION,
-                "lines[i] = is_wanted[i] ? armed_line() : Line{};",
-                "{ if (WITHOUT && is_wanted[i]) re_arm_line(incoming_[i] + place);\n"
-                " lines[i] = is_wanted[i] ? armed_line() : Line{}; }",
+                "lines[i] = is_wanted[i] ? sentinel_line() : Line{};",
+                "{ if (WITHOUT && is_wanted[i]) reset_line(incoming_[i] + index);\n"
+                " lines[i] = is_wanted[i] ? sentinel_line() : Line{}; }",
             ),
-            Edit(SESSION, "{ re_arm_line(line); }", "{ if (!WITHOUT) re_arm_line(line); }"),
+            Edit(SESSION, "{ reset_line(line); }", "{ if (!WITHOUT) reset_line(line); }"),
         ),
     ),
     Protection(
@@ -94,7 +93,7 @@ OF_OPERATIONS = (
     ),
     Protection(
         "grid_end_performs",
-        "a grid's own lines are armed for peers too before the next grid passes grid_dependency_wait()",
+        "a grid's own lines are reset for peers too before the next grid passes grid_dependency_wait()",
         (),
         options=("--unordered-grids",),
         budget=5000,
@@ -202,13 +201,13 @@ OF_OPERATIONS = (
     Protection(
         "cluster_meets",
         "blocks of a cluster deliver only once all of them have set up what counts deliveries",
-        Everywhere((r"norm\.meet\(\);", "if (!WITHOUT) norm.meet();")),
+        Everywhere((r"norm\.wait_for_cluster\(\);", "if (!WITHOUT) norm.wait_for_cluster();")),
         budget=20_000,
         failure=HANGS,
     ),
     Protection(
         "two_sets",
-        "rows take turns with two sets of partial sums",
+        "rows alternate between two sets of partial sums",
         (
             Edit(RMS_NORM, "return rows_ % 2;", "return WITHOUT ? 0 : rows_ % 2;"),
             Edit(RMS_NORM, "rows_ / 2 % 2", "(WITHOUT ? rows_ : rows_ / 2) % 2"),

@@ -108,13 +108,13 @@ OF_PORTS = (
         subjects=ALL,
     ),
     Protection(
-        "echo_behind_puts",
-        "an echo comes when what was put before has left its source",
+        "local_completion_after_puts",
+        "local completion is notified when earlier puts have left their source",
         (
             Edit(
                 PORT_BATCH,
                 "if (sort_puts()) {",
-                "if (WITHOUT) merge_words(kPortEcho);\n if (sort_puts()) {",
+                "if (WITHOUT) merge_words(kPortLocalCompletion);\n if (sort_puts()) {",
             ),
         ),
         failure=WRONG_RESULT,
@@ -175,8 +175,8 @@ OF_PORTS = (
         (
             Edit(
                 PORT_CHUNKS,
-                "return session.wait_for_step(peer, t + 1, 0) && send(peer, t + turns);",
-                "return (WITHOUT || session.wait_for_step(peer, t + 1, 0)) && send(peer, t + turns);",
+                "return session.wait_for_step(peer, t + 1, 0) && send(peer, t + stages);",
+                "return (WITHOUT || session.wait_for_step(peer, t + 1, 0)) && send(peer, t + stages);",
             ),
         ),
         subjects=ALGORITHMS,
@@ -205,21 +205,21 @@ OF_PORTS = (
         (
             Edit(
                 PORT_CHUNKS,
-                "if (t == turns_of_half && !session.wait_for_step(peer, 0, 0)) return false;",
-                "if (!WITHOUT && t == turns_of_half && !session.wait_for_step(peer, 0, 0)) return false;",
+                "if (t == stages_of_half && !session.wait_for_step(peer, 0, 0)) return false;",
+                "if (!WITHOUT && t == stages_of_half && !session.wait_for_step(peer, 0, 0)) return false;",
             ),
         ),
         subjects=("all_gather/port",),
         with_others=True,
     ),
     Protection(
-        "echo_before_sum",
+        "local_completion_before_sum",
         "in place, a chunk is summed when it has left its source",
         (
             Edit(
                 ALL_REDUCE,
-                "(!in_place || session.wait_for_echo(peer, t, 0))",
-                "(WITHOUT || !in_place || session.wait_for_echo(peer, t, 0))",
+                "(!in_place || session.wait_for_local_completion(peer, t, 0))",
+                "(WITHOUT || !in_place || session.wait_for_local_completion(peer, t, 0))",
             ),
         ),
     ),
@@ -247,8 +247,8 @@ OF_PORTS = (
         (
             Edit(
                 ALL_REDUCE,
-                "if (s >= turns && !session.wait_for_step(",
-                "if (!WITHOUT && s >= turns && !session.wait_for_step(",
+                "if (s >= stages && !session.wait_for_step(",
+                "if (!WITHOUT && s >= stages && !session.wait_for_step(",
             ),
         ),
         budget=20_000,

@@ -193,9 +193,9 @@ OF_SWITCH = (
     ),
     # ---- Staging memory ----
     Protection(
-        "switch_turns",
+        "switch_stages",
         "there are twice as many buffers as steps that a block is ahead",
-        (Edit(SWITCH_CHUNKS, "turns_(2 * depth)", "turns_(WITHOUT ? depth : 2 * depth)"),),
+        (Edit(SWITCH_CHUNKS, "stages_(2 * depth)", "stages_(WITHOUT ? depth : 2 * depth)"),),
         failure=WRONG_RESULT,
         subjects=(*BY_STEPS, "all_gather/push_switch"),
     ),

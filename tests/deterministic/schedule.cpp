@@ -6,7 +6,7 @@
 #include <vector>
 
 #include "calls.h"
-#include "schedules/temper.h"
+#include "schedules/schedule_parameters.h"
 #include "world.h"
 
 namespace drill {
@@ -14,8 +14,8 @@ namespace drill {
 namespace {
 
 using emulator::Ending;
+using emulator::ScheduleParameters;
 using emulator::Stall;
-using emulator::Temper;
 
 constexpr uint32_t kWorlds = kMaxWorldSize - 1;  // 2 to 8
 
@@ -49,8 +49,8 @@ constexpr uint64_t kLateSteps = 3 * kTimeoutNs;
 struct Mishap {
   uint32_t rank;
   bool for_ever;
-  // Another one that comes too late, though before the first. Its host aborts it, as a watchdog does that has heard of an
-  // error elsewhere.
+  // Another one that comes too late, though before the first. Its host aborts it, as a watchdog does that has heard of
+  // an error elsewhere.
   std::optional<uint32_t> aborted;
   uint64_t abort_time;
   // The hosts of the others learn that its process has exited, so many steps after it has stopped.
@@ -63,8 +63,8 @@ struct Mishap {
   bool is_silent(uint32_t which) const { return which == aborted || (broken_call && which == rank); }
 };
 
-// One of the accesses that the rank makes where nothing befalls it: a stall changes nothing before it begins. Early, blocks
-// begin; late, some ranks need the others no more; most accesses in between are polls.
+// One of the accesses that the rank makes where nothing befalls it: a stall changes nothing before it begins. Early,
+// blocks begin; late, some ranks need the others no more; most accesses in between are polls.
 enum class When { kEarly, kLate, kAnyTime };
 
 uint64_t draw_access(uint64_t accesses, When when, Random& random) {
@@ -81,7 +81,7 @@ uint64_t draw_access(uint64_t accesses, When when, Random& random) {
 }
 
 // `machine`: has run the schedule without it.
-Mishap draw_mishap(uint32_t ranks, const emulator::Machine& machine, Random& random, Temper& temper) {
+Mishap draw_mishap(uint32_t ranks, const emulator::Machine& machine, Random& random, ScheduleParameters& parameters) {
   Mishap mishap{random.below(ranks), random.chance(128), std::nullopt, 0, std::nullopt, std::nullopt};
   if (!mishap.for_ever && random.chance(128)) {
     mishap.broken_call = random.below(2);
@@ -89,7 +89,7 @@ Mishap draw_mishap(uint32_t ranks, const emulator::Machine& machine, Random& ran
   }
   const When when = random.pick({When::kEarly, When::kEarly, When::kLate, When::kAnyTime});
   const auto stall = [&](uint32_t rank, uint64_t steps) {
-    temper.stalls.push_back({rank, draw_access(machine.accesses(rank), when, random), steps});
+    parameters.stalls.push_back({rank, draw_access(machine.accesses(rank), when, random), steps});
   };
   stall(mishap.rank, mishap.for_ever ? Stall::kForever : kLateSteps);
   if (mishap.for_ever && random.chance(128)) mishap.seen_after = random.below(kTimeoutNs / 2);
@@ -142,8 +142,8 @@ std::string describe(const host::OperationError& error) {
 
 constexpr uint64_t kAll = ~uint64_t{0};
 
-// Of calls that take no more than `operations` operations together. Message passing takes none: where that is a bound, its
-// results are not looked at, as its kernels do not ask whether the communicator has failed.
+// Of calls that take no more than `operations` operations together. Message passing takes none: where that is a bound,
+// its results are not looked at, as its kernels do not ask whether the communicator has failed.
 std::string wrong_result(const std::vector<std::unique_ptr<Call>>& calls, uint32_t rank, uint64_t operations = kAll) {
   uint64_t left = operations;
   for (size_t i = 0; i < calls.size() && calls[i]->operations() <= left; ++i) {
@@ -170,7 +170,7 @@ std::string written_after_the_end(const std::vector<std::unique_ptr<Call>>& call
   return "";
 }
 
-// No rank has an error, all results are right, all lines are armed and all operations counted. `but`: not on this one.
+// No rank has an error, all results are right, all lines are reset and all operations counted. `but`: not on this one.
 std::string check_all_right(World& world, const std::vector<std::unique_ptr<Call>>& calls,
                             std::optional<uint32_t> but = std::nullopt) {
   uint64_t operations = 0;
@@ -179,7 +179,7 @@ std::string check_all_right(World& world, const std::vector<std::unique_ptr<Call
     if (rank == but) continue;
     if (const auto error = world.core(rank).error()) return "rank " + std::to_string(rank) + ": " + describe(*error);
     std::string wrong = wrong_result(calls, rank);
-    if (wrong.empty()) wrong = world.not_armed(rank);
+    if (wrong.empty()) wrong = world.not_reset(rank);
     if (!wrong.empty()) return wrong;
     if (world.operations_counted(rank) != operations) {
       return "rank " + std::to_string(rank) + " counted " + std::to_string(world.operations_counted(rank)) +
@@ -195,14 +195,15 @@ std::string check_all_right(World& world, const std::vector<std::unique_ptr<Call
   return "";
 }
 
-// How long ranks may go on after one has stopped. After a death, until a wait for it has expired (17 sixteenths of kTimeoutNs
-// with the time for notes): nobody begins another one then. One that comes too late finds notes of the others, if they
-// failed, and waits for nobody. The rest is for what they do before they wait. Nothing expires where the hosts see in time
-// that the process has exited.
+// How long ranks may go on after one has stopped. After a death, until a wait for it has expired (17 sixteenths of
+// kTimeoutNs with the time for notes): nobody begins another one then. One that comes too late finds notes of the
+// others, if they failed, and waits for nobody. The rest is for what they do before they wait. Nothing expires where
+// the hosts see in time that the process has exited.
 uint64_t longest_after(const Mishap& mishap) {
   constexpr uint64_t kOtherSteps = kTimeoutNs / 4;
-  // One that comes too late is alone, and time is let pass at each of its waits (Machine). Messages have one in every block of
-  // every call, one after the other where blocks have to take turns. A wait for somebody would take kTimeoutNs.
+  // One that comes too late is alone, and time is let pass at each of its waits (Machine). Messages have one in every
+  // block of every call, one after the other where blocks have to take turns. A wait for somebody would take
+  // kTimeoutNs.
   constexpr uint64_t kStepsAlone = kTimeoutNs * 5 / 8;
   if (!mishap.for_ever) return kLateSteps + kStepsAlone;
   return mishap.seen_after ? *mishap.seen_after + kOtherSteps : kTimeoutNs + kOtherSteps;
@@ -215,8 +216,8 @@ uint32_t count_failed(World& world) {
 }
 
 // Where no rank has failed, all is as if nothing had happened. Else, a rank without an error has right results, the one
-// that came too late too, but not one that failed without a record; one with an error names one that was missing, and has
-// right results of what it ended before, and has written nothing in calls behind it.
+// that came too late too, but not one that failed without a record; one with an error names one that was missing, and
+// has right results of what it ended before, and has written nothing in calls behind it.
 std::string check_mishap(World& world, const std::vector<std::unique_ptr<Call>>& calls, const Mishap& mishap) {
   const std::optional<uint64_t> stopped = world.machine().stalled_at(mishap.rank);
   const bool died = stopped && mishap.for_ever;
@@ -238,9 +239,9 @@ std::string check_mishap(World& world, const std::vector<std::unique_ptr<Call>>&
     const bool saw_exit = mishap.seen_after && error->cause == "peer exited";
     if (error->cause != "timeout" && !saw_exit) return "rank " + std::to_string(rank) + ": " + describe(*error);
     const auto named = static_cast<uint32_t>(error->peer);
-    // Messages go between two at a time, one after the other where blocks take turns: who waits for a rank that waits for the
-    // missing one may have begun to wait long before it. Such a rank has failed too. And a rank may have ended all its messages
-    // (R1 is not for them), and so left no note, when others wait for one that breaks off in silence.
+    // Messages go between two at a time, one after the other where blocks take turns: who waits for a rank that waits
+    // for the missing one may have begun to wait long before it. Such a rank has failed too. And a rank may have ended
+    // all its messages (R1 is not for them), and so left no note, when others wait for one that breaks off in silence.
     const bool is_in_chain =
         error->operation == "user kernel" && (world.core(named).error() || mishap.broken_call.has_value());
     if (rank != mishap.rank && rank != mishap.aborted && named != mishap.rank && named != mishap.aborted &&
@@ -284,10 +285,10 @@ struct Script {
   uint64_t machine_seed;
   Random calls;
 
-  std::unique_ptr<Run> run(emulator::Machine& machine, const Temper& temper,
+  std::unique_ptr<Run> run(emulator::Machine& machine, const ScheduleParameters& parameters,
                            const std::optional<Mishap>& mishap) const {
     std::unique_ptr<Run> run(new Run{World(machine, chosen.ranks, first_operation, check_calls), {}, Ending::kDone});
-    machine.reset(machine_seed, chosen.ranks, temper);
+    machine.reset(machine_seed, chosen.ranks, parameters);
     if (mishap && mishap->aborted) {
       machine.at(mishap->abort_time, [&world = run->world, rank = *mishap->aborted] { world.core(rank).abort(); });
     }
@@ -329,25 +330,25 @@ MishapOutcome outcome(World& world) {
 Result run_schedule(emulator::Machine& machine, uint64_t seed, const Options& options) {
   const Case chosen = choose_case(seed, options.algorithm);
   Random random(seed);
-  Temper temper = schedules::draw_temper(chosen.ranks, random);
-  temper.memory.grid_end_performs = options.grid_end_performs;
+  ScheduleParameters parameters = schedules::draw_schedule_parameters(chosen.ranks, random);
+  parameters.memory.grid_end_performs = options.grid_end_performs;
   const uint64_t first_operation = draw_first_operation(random);
   const bool check_calls = random.chance(48);
   const Script script{chosen, options.alone, first_operation, check_calls, random.next(), Random(random.next())};
 
   Result result{};
   result.description = std::to_string(chosen.ranks) + " ranks";
-  std::unique_ptr<Run> run = script.run(machine, temper, std::nullopt);
+  std::unique_ptr<Run> run = script.run(machine, parameters, std::nullopt);
   result.failure = failure(*run, machine, std::nullopt);
   if (result.failure.empty() && random.chance(options.mishaps ? 256 : 24)) {
-    const Mishap mishap = draw_mishap(chosen.ranks, machine, random, temper);
+    const Mishap mishap = draw_mishap(chosen.ranks, machine, random, parameters);
     result.description += ", rank " + std::to_string(mishap.rank) +
                           (mishap.seen_after    ? " exits"
                            : mishap.for_ever    ? " dies"
                            : mishap.broken_call ? " breaks off"
                                                 : " stalls");
     if (mishap.aborted) result.description += ", rank " + std::to_string(*mishap.aborted) + " is aborted";
-    run = script.run(machine, temper, mishap);
+    run = script.run(machine, parameters, mishap);
     result.failure = failure(*run, machine, mishap);
     result.mishap = outcome(run->world);
   }

@@ -39,7 +39,7 @@ uint32_t draw_tunable(const Tunable& tunable, Random& random) {
 Tiling draw_tiling(uint32_t number, const Problem& problem, Random& random) {
   const host::Algorithm& algorithm = info_of(number);
   for (int attempt = 0;; ++attempt) {
-    Choice choice;
+    TuningParameters choice;
     for (const Tunable& tunable : algorithm.tunables->tunable) {
       if (tunable.name == nullptr) continue;
       const std::string name = tunable.name;

@@ -35,9 +35,9 @@ class RankMemory {
   void add_multicast_device() {}
   char* bind_multicast() { return memory_->of_rank(0); }
   void drop_multicast() {}
-  host::SharedMemory allocate(uint64_t, bool) const { return {in_segment(rank_), {}}; }
+  host::SharedMemory allocate(uint64_t, bool) const { return {in_window(rank_), {}}; }
   std::shared_ptr<char> map_memory(int peer, uint64_t, const host::WorkspaceHandle&) const {
-    return in_segment(static_cast<uint32_t>(peer));
+    return in_window(static_cast<uint32_t>(peer));
   }
   std::shared_ptr<char> for_tensor(std::shared_ptr<char> memory, const std::weak_ptr<const void>&) const {
     return memory;
@@ -54,8 +54,8 @@ class RankMemory {
 
  private:
   // The machine's, whoever uses it.
-  std::shared_ptr<char> in_segment(uint32_t rank) const {
-    return {std::shared_ptr<void>(), memory_->of_rank(rank) + kSegmentOffset};
+  std::shared_ptr<char> in_window(uint32_t rank) const {
+    return {std::shared_ptr<void>(), memory_->of_rank(rank) + kWindowOffset};
   }
 
   emulator::WeakMemory* memory_;
@@ -82,36 +82,36 @@ class StreamLauncher {
   template <class Args>
   bool launch(Function<Args> kernel, const Args& args, const Grid& grid, uint64_t) {
     machine_->launch(rank_, config_of(grid), [=] { kernel(args); }, true);
-    if (!beside_.empty()) place_some();
+    if (!side_copies_.empty()) enqueue_some();
     return false;
   }
   // What stands beside the launches is put among them, at any place that its order with them permits.
-  class Beside {
+  class SideStream {
    public:
-    explicit Beside(StreamLauncher& launcher) : launcher_(launcher) {}
+    explicit SideStream(StreamLauncher& launcher) : launcher_(launcher) {}
 
-    void follow() { launcher_.place_some(); }
+    void follow() { launcher_.enqueue_some(); }
     void copy(const std::vector<host::Copy>& copies) {
-      launcher_.beside_.push_back(copies);
+      launcher_.side_copies_.push_back(copies);
       ++count_;
-      launcher_.place_some();
+      launcher_.enqueue_some();
     }
-    void mark(uint32_t number) {
-      marks_.resize(std::max<size_t>(marks_.size(), number + 1));
-      marks_[number] = count_;
+    void record_event(uint32_t number) {
+      events_.resize(std::max<size_t>(events_.size(), number + 1));
+      events_[number] = count_;
     }
-    void hold(uint32_t number) {
-      launcher_.place_all_but(count_ - marks_.at(number));
-      launcher_.place_some();
+    void wait_event(uint32_t number) {
+      launcher_.enqueue_all_but(count_ - events_.at(number));
+      launcher_.enqueue_some();
     }
-    void join() { launcher_.place_all_but(0); }
+    void join() { launcher_.enqueue_all_but(0); }
 
    private:
     StreamLauncher& launcher_;
-    std::vector<uint64_t> marks_;  // how many copies come before
-    uint64_t count_ = 0;           // of all copies
+    std::vector<uint64_t> events_;  // how many copies come before
+    uint64_t count_ = 0;            // of all copies
   };
-  Beside beside(uint64_t) { return Beside(*this); }
+  SideStream side_stream(uint64_t) { return SideStream(*this); }
 
   // By a few threads, so that what is copied comes in any order.
   void copy(const std::vector<host::Copy>& copies, uint64_t) {
@@ -154,14 +154,14 @@ class StreamLauncher {
  private:
   static constexpr uint32_t kCopyThreads = 3;
 
-  void place_all_but(uint64_t left) {
-    while (beside_.size() > left) {
-      const std::vector<host::Copy> next = std::move(beside_.front());
-      beside_.pop_front();
+  void enqueue_all_but(uint64_t left) {
+    while (side_copies_.size() > left) {
+      const std::vector<host::Copy> next = std::move(side_copies_.front());
+      side_copies_.pop_front();
       copy(next, 0);
     }
   }
-  void place_some() { place_all_but(machine_->random().below(beside_.size() + 1)); }
+  void enqueue_some() { enqueue_all_but(machine_->random().below(side_copies_.size() + 1)); }
 
   static emulator::LaunchConfig config_of(const Grid& grid) {
     return {grid.blocks, grid.threads, grid.shared_bytes, grid.cluster_blocks};
@@ -169,7 +169,7 @@ class StreamLauncher {
 
   emulator::Machine* machine_;
   uint32_t rank_;
-  std::deque<std::vector<host::Copy>> beside_;  // that have not been put among the launches
+  std::deque<std::vector<host::Copy>> side_copies_;  // that have not been put among the launches
 };
 
 }  // namespace
@@ -205,9 +205,9 @@ World::World(emulator::Machine& machine, uint32_t ranks, uint64_t first_operatio
       if (peer != rank) own.map_peer(static_cast<int>(peer), {});
     }
     own.bind_multicast();
-    own.create_segment(0, kSegmentBytes, false);
+    own.create_window(0, kWindowBytes, false);
     for (uint32_t peer = 0; peer < ranks; ++peer) {
-      if (peer != rank) own.map_segment(0, static_cast<int>(peer), {});
+      if (peer != rank) own.map_window(0, static_cast<int>(peer), {});
     }
   }
 }
@@ -229,17 +229,18 @@ char* World::take_symmetric(uint32_t rank, uint64_t bytes) {
   uint64_t& taken = members_[rank]->symmetric_bytes;
   const uint64_t first = taken;
   taken += (bytes + sizeof(Line) - 1) / sizeof(Line) * sizeof(Line);
-  if (taken > kSegmentBytes) throw std::length_error("the calls of a schedule take too much symmetric memory");
-  return machine_.memory().of_rank(rank) + kSegmentOffset + first;
+  if (taken > kWindowBytes) throw std::length_error("the calls of a schedule take too much symmetric memory");
+  return machine_.memory().of_rank(rank) + kWindowOffset + first;
 }
 
-std::string World::not_armed(uint32_t rank) {
+std::string World::not_reset(uint32_t rank) {
   const char* const slots = machine_.memory().of_rank(rank) + kHeaderBytes;
   for (uint64_t offset = 0; offset < kSlots * kSlotBytes; offset += sizeof(uint32_t)) {
     uint32_t word;
     std::memcpy(&word, slots + offset, sizeof(word));
     if (word == kSentinel) continue;
-    return "rank " + std::to_string(rank) + ": byte " + std::to_string(offset) + " of the slots is not armed again";
+    return "rank " + std::to_string(rank) + ": byte " + std::to_string(offset) +
+           " of the slots is not reset to the sentinel";
   }
   return "";
 }

@@ -19,10 +19,10 @@ inline constexpr uint64_t kSlotBytes = 32 * 1024;
 inline constexpr uint64_t kStagingBytes = 32 * 1024;
 inline constexpr uint64_t kChannelOffset = kHeaderBytes + kSlots * kSlotBytes + kStagingBytes;
 inline constexpr uint64_t kRingOffset = kChannelOffset + 16 * 1024;  // the FIFO of port channels
-// Behind that, the only segment of the symmetric heap.
-inline constexpr uint64_t kSegmentOffset = kRingOffset + 16 * 1024;
-inline constexpr uint64_t kSegmentBytes = 16 * 1024;
-inline constexpr uint64_t kBytesOfRank = kSegmentOffset + kSegmentBytes;
+// Behind that, the only window of the symmetric heap.
+inline constexpr uint64_t kWindowOffset = kRingOffset + 16 * 1024;
+inline constexpr uint64_t kWindowBytes = 16 * 1024;
+inline constexpr uint64_t kBytesOfRank = kWindowOffset + kWindowBytes;
 inline constexpr uint64_t kTimeoutNs = 4'000'000;
 
 class World {
@@ -48,7 +48,7 @@ class World {
   char* take_symmetric(uint32_t rank, uint64_t bytes);
 
   // The word of the slots that differs from the sentinel, if any: "" or what is wrong.
-  std::string not_armed(uint32_t rank);
+  std::string not_reset(uint32_t rank);
   // How many operations the rank's state counts, from 0.
   uint64_t operations_counted(uint32_t rank);
   // As the host reads it once all have ended.

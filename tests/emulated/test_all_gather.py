@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 import torch
 from harness import RankPool, make_communicator
-from parts_reference import (
+from shards_reference import (
     ANY_DTYPES,
-    PART_ALGORITHMS,
+    SHARD_ALGORITHMS,
     Division,
     assert_same_bits,
     assert_untouched_outside,
@@ -39,12 +39,12 @@ def gather(comm: Communicator, division: Division, dtype: torch.dtype, seed: int
     assert_same_bits(x, before, f"{what}: the input")
     plan = comm.plan_all_gather(x, division.dim, sizes_of(division))
     assert plan.algorithm == (algorithm if whole.numel() else "none")
-    longest = max(torch.Size(division.part_shape(rank)).numel() for rank in range(comm.world_size))
+    longest = max(torch.Size(division.shard_shape(rank)).numel() for rank in range(comm.world_size))
     assert plan.message_bytes == longest * dtype.itemsize
 
 
 def gather_all_divisions() -> None:
-    for algorithm in PART_ALGORITHMS:
+    for algorithm in SHARD_ALGORITHMS:
         with make_communicator(algorithm=algorithm) as comm:
             for number, division in enumerate(divisions(comm.world_size)):
                 gather(comm, division, ANY_DTYPES[number % len(ANY_DTYPES)], number, algorithm)
@@ -56,7 +56,7 @@ def test_dimensions_and_sizes(ranks: RankPool, world: int) -> None:
 
 
 def gather_all_types() -> None:
-    for algorithm in PART_ALGORITHMS:
+    for algorithm in SHARD_ALGORITHMS:
         with make_communicator(algorithm=algorithm) as comm:
             world = comm.world_size
             for number, dtype in enumerate(ANY_DTYPES):
@@ -72,7 +72,7 @@ def test_types(ranks: RankPool, world: int) -> None:
 
 def gather_sentinels() -> None:
     """Bits that look like a slot where nothing has arrived yet."""
-    for algorithm in PART_ALGORITHMS:
+    for algorithm in SHARD_ALGORITHMS:
         with make_communicator(algorithm=algorithm) as comm:
             for sender in range(comm.world_size):
                 whole = drawn_bits((comm.world_size, 700), torch.uint8, sender)
@@ -89,7 +89,7 @@ def test_bits_that_look_like_an_empty_slot(ranks: RankPool, world: int) -> None:
 
 def gather_unaligned(itemsize: int) -> None:
     dtype = {1: torch.bool, 2: torch.int16, 8: torch.int64}[itemsize]
-    for algorithm in PART_ALGORITHMS:
+    for algorithm in SHARD_ALGORITHMS:
         with make_communicator(algorithm=algorithm) as comm:
             world, rank = comm.world_size, comm.rank
             for division in (
@@ -114,7 +114,7 @@ def test_pointers_unaligned_differently_on_every_rank(ranks: RankPool, world: in
 
 
 def gather_in_place() -> None:
-    for algorithm in PART_ALGORITHMS:
+    for algorithm in SHARD_ALGORITHMS:
         with make_communicator(algorithm=algorithm) as comm:
             world, rank = comm.world_size, comm.rank
             uneven = tuple((3 * r + 1) % 4 * 9 for r in range(world))

@@ -235,7 +235,7 @@ def put_beyond_the_heap() -> None:
     assert done.item() == 1
     kernel((1,), (1,), (channels.handle, 1 << 40, done.data_ptr()))
     assert done.item() == 0
-    with pytest.raises(LaunchError, match=f"64 bytes to offset {1 << 40} of segment 0.*symmetric heap"):
+    with pytest.raises(LaunchError, match=f"64 bytes to offset {1 << 40} of window 0.*symmetric heap"):
         comm.check()
     dist.barrier()
     comm.close()

@@ -14,7 +14,7 @@ from cores import (
     symmetric,
     tiling_of,
     together,
-    with_segment,
+    with_window,
 )
 from harness import names_of_world, unnamed
 from reference import DTYPES, assert_is_sum, contributions
@@ -56,7 +56,7 @@ def reduce(algorithm: str) -> int:
 )
 def test_all_gather(world: int, is_even: bool, algorithm: str, rows: int, unit: int) -> None:
     """Of inputs at any address, with parts of no bytes, into outputs that lie elsewhere on each rank where they may."""
-    cores = with_segment(connected(world))
+    cores = with_window(connected(world))
     sizes = [unit * (200 if is_even else [200, 0, 1, 37][rank % 4]) for rank in range(world)]
     problem = gather_problem(world, rows, sizes)
     for seed in range(3):
@@ -80,7 +80,7 @@ def test_all_gather(world: int, is_even: bool, algorithm: str, rows: int, unit: 
 @pytest.mark.parametrize("algorithm", [PUSH, COPY, IN_STREAM])
 def test_all_gather_in_place(world: int, algorithm: str) -> None:
     """Of parts that are where they belong."""
-    cores = with_segment(connected(world))
+    cores = with_window(connected(world))
     sizes = [LINE * (30 + rank) for rank in range(world)]
     parts = parts_of(1, sizes)
     expected = torch.cat(parts, dim=1)
@@ -102,7 +102,7 @@ def test_all_reduce(world: int, dtype: torch.dtype, algorithm: str) -> None:
     """Bitwise the sum of the others, in place on no rank, on all and on some; of symmetric inputs, or of any. What all
     goes by copies has no sums in place, and of few lines where there are more than two ranks; in pieces of which some
     are empty."""
-    cores = with_segment(connected(world), 1 << 20)
+    cores = with_window(connected(world), 1 << 20)
     of_any = algorithm != PULL
     by_copies = algorithm == SUMS_IN_STREAM
     few = (1 if world == 2 else world, 2 * world) if by_copies else (1, world - 1)
@@ -152,7 +152,7 @@ def test_all_reduce(world: int, dtype: torch.dtype, algorithm: str) -> None:
 )
 def test_ranks_that_run_different_algorithms_do_not_meet(algorithm: str, other: str) -> None:
     """Where calls are not compared: a rank whose tensor is symmetric, and one whose is not, wait in vain and say so."""
-    cores = with_segment(connected(2, timeout_s=0.5), 1 << 20)
+    cores = with_window(connected(2, timeout_s=0.5), 1 << 20)
     x = torch.ones(4096)
     tensors = [symmetric(cores[0], 0, x), x.clone()]
     outputs = [symmetric(cores[0], 1 << 18, x), x] if algorithm == SUMS_IN_STREAM else tensors
@@ -169,18 +169,18 @@ def test_ranks_that_run_different_algorithms_do_not_meet(algorithm: str, other: 
 
 
 @pytest.mark.parametrize("algorithm", [PUSH, COPY])
-def test_tensors_in_several_segments(algorithm: str) -> None:
+def test_tensors_in_several_windows(algorithm: str) -> None:
     """One of them on each rank: a place says in which."""
     world, sizes = 3, [LINE * 20] * 3
-    cores = with_segment(connected(world))
+    cores = with_window(connected(world))
     parts = parts_of(1, sizes, 7)
     expected = torch.cat(parts, dim=1)
     for number in (1, 2):
-        handles = [core.create_segment(number, 1 << 16, False) for core in cores]
+        handles = [core.create_window(number, 1 << 16, False) for core in cores]
         for rank, core in enumerate(cores):
             for peer, handle in enumerate(handles):
                 if peer != rank:
-                    core.map_segment(number, peer, *handle)
+                    core.map_window(number, peer, *handle)
     calls, outputs = [], []
     for rank, core in enumerate(cores):
         capsule, _ = core.lend(rank, 64, expected.nbytes, -1)
@@ -198,8 +198,8 @@ def test_tensors_in_several_segments(algorithm: str) -> None:
 @pytest.mark.parametrize("algorithm", [PUSH, COPY, IN_STREAM])
 def test_a_tensor_that_is_not_symmetric(world: int, kind: str, algorithm: str) -> None:
     """On one rank. All ranks end with an error that names it, and none has waited for its time-out."""
-    culprit, nbytes = 1, LINE * 40
-    cores = with_segment(connected(world), 1 << 16)
+    faulty_rank, nbytes = 1, LINE * 40
+    cores = with_window(connected(world), 1 << 16)
     problem = gather_problem(world, 1, [nbytes] * world)
     end = (1 << 16) - world * nbytes
     calls, outputs = [], []
@@ -207,7 +207,7 @@ def test_a_tensor_that_is_not_symmetric(world: int, kind: str, algorithm: str) -
         like = torch.full((world * nbytes,), 7, dtype=torch.uint8)
         output = symmetric(core, end, like)
         address = output.data_ptr()
-        if rank == culprit:
+        if rank == faulty_rank:
             ordinary = torch.full_like(like, 7)
             address = {"ordinary": ordinary.data_ptr(), "unaligned": address - 1, "cut off": address + LINE}[kind]
             outputs.append(ordinary)
@@ -219,13 +219,13 @@ def test_a_tensor_that_is_not_symmetric(world: int, kind: str, algorithm: str) -
     for rank, core in enumerate(cores):
         error = core.error()
         assert error is not None
-        assert (error.cause, error.rank, error.peer, error.phase) == ("not symmetric", rank, culprit, 0)
+        assert (error.cause, error.rank, error.peer, error.phase) == ("not symmetric", rank, faulty_rank, 0)
         said = explain(error, 1.0, names_of_world(world))
         assert said.kind == "MismatchError"
-        assert f"a tensor of rank {culprit} is not in symmetric memory" in unnamed(said.text)
+        assert f"a tensor of rank {faulty_rank} is not in symmetric memory" in unnamed(said.text)
         assert TITLES[algorithm] in said.text
-    if algorithm == IN_STREAM:  # its copies have been enqueued: into the heap of the culprit, but not where it says
-        outputs = outputs[culprit : culprit + 1]
+    if algorithm == IN_STREAM:  # its copies have been enqueued: into the heap of the faulty_rank, but not where it says
+        outputs = outputs[faulty_rank : faulty_rank + 1]
     assert all(output.eq(7).all() for output in outputs), "nothing has been written"
 
 
@@ -235,11 +235,11 @@ def test_a_tensor_at_another_place(world: int, algorithm: str) -> None:
     """On one rank, which may be the first one. All ranks end with an error that names one that differs from rank 0."""
     nbytes = LINE * 20
     gathers = algorithm == IN_STREAM
-    for culprit in (0, world - 1):
-        cores = with_segment(connected(world))
+    for faulty_rank in (0, world - 1):
+        cores = with_window(connected(world))
         calls = []
         for rank, core in enumerate(cores):
-            output = symmetric(core, 64 if rank == culprit else 0, torch.zeros(world * nbytes // 4))
+            output = symmetric(core, 64 if rank == faulty_rank else 0, torch.zeros(world * nbytes // 4))
             if gathers:
                 x = torch.ones(nbytes // 4)
                 run = core.prepare(gather(algorithm), gather_problem(world, 1, [nbytes] * world), tiling_of(nbytes))
@@ -248,11 +248,11 @@ def test_a_tensor_at_another_place(world: int, algorithm: str) -> None:
                 run = core.prepare(reduce(algorithm), problem_of(x, world), tiling_of(x.numel(), blocks=2, depth=2))
             calls.append(lambda run=run, x=x, y=output: run(x.data_ptr(), y.data_ptr(), 0))
         together(*calls)
-        named = culprit or 1
+        named = faulty_rank or 1
         for rank, core in enumerate(cores):
             error = core.error()
             assert error is not None
-            assert (error.cause, error.rank, error.peer, error.phase) == ("other place", rank, named, 0)
+            assert (error.cause, error.rank, error.peer, error.phase) == ("other symmetric offset", rank, named, 0)
             said = explain(error, 1.0, names_of_world(world))
             assert said.kind == "MismatchError"
             assert f"a tensor of rank {named} lies elsewhere in symmetric memory than that of rank 0" in unnamed(
@@ -265,7 +265,7 @@ def test_a_tensor_at_another_place(world: int, algorithm: str) -> None:
 def test_sums_behind_each_other_by_copies(world: int) -> None:
     """Of one input into one output, which each rank reads in between: what comes early destroys a sum that is still to
     be read, and what goes late sends the input of the next call. At times the output is the input of the next call."""
-    cores = with_segment(connected(world))
+    cores = with_window(connected(world))
     count = 4001
     inputs = [contributions(world, count, torch.bfloat16, seed) for seed in range(20)]
     tensors = [
@@ -293,7 +293,7 @@ def test_sums_behind_each_other_by_copies(world: int) -> None:
 @pytest.mark.parametrize("world", [2, 3])
 def test_sums_in_place_go_another_way(world: int) -> None:
     """What comes would destroy the input. Where there is no other way, all ranks end with an error."""
-    cores = with_segment(connected(world))
+    cores = with_window(connected(world))
     count = 3000
     inputs = contributions(world, count, torch.float32, 5)
     problem = problem_of(inputs[0], world)
@@ -324,7 +324,7 @@ def test_sums_in_place_go_another_way(world: int) -> None:
 def test_calls_behind_each_other_by_copies(world: int) -> None:
     """Into the same tensor, which each rank reads in between: no copy comes early, and none late."""
     sizes = [LINE * (10 + rank) for rank in range(world)]
-    cores = with_segment(connected(world))
+    cores = with_window(connected(world))
     problem = gather_problem(world, 1, sizes)
     runs = [core.prepare(gather(IN_STREAM), problem, tiling_of(max(sizes))) for core in cores]
     expected = [torch.cat(parts_of(1, sizes, seed), dim=1) for seed in range(20)]
@@ -344,13 +344,13 @@ def test_calls_behind_each_other_by_copies(world: int) -> None:
 @pytest.mark.parametrize("algorithm", [COPIED_SUMS, SUMS_IN_STREAM])
 def test_an_output_of_sums_that_is_not_symmetric(world: int, algorithm: str) -> None:
     """On one rank: the same, but that ranks may have stored sums to outputs of their own."""
-    culprit = 1
-    cores = with_segment(connected(world), 1 << 16)
+    faulty_rank = 1
+    cores = with_window(connected(world), 1 << 16)
     x = torch.ones(2000)
     calls, outputs = [], []
     for rank, core in enumerate(cores):
         place = 512 if algorithm == SUMS_IN_STREAM else 512 * rank
-        output = torch.zeros_like(x) if rank == culprit else symmetric(core, place, torch.zeros_like(x))
+        output = torch.zeros_like(x) if rank == faulty_rank else symmetric(core, place, torch.zeros_like(x))
         outputs.append(output)
         run = core.prepare(reduce(algorithm), problem_of(x, world), tiling_of(x.numel(), blocks=2, depth=2))
         calls.append(lambda run=run, y=output: run(x.data_ptr(), y.data_ptr(), 0))
@@ -358,25 +358,32 @@ def test_an_output_of_sums_that_is_not_symmetric(world: int, algorithm: str) -> 
     for rank, core in enumerate(cores):
         error = core.error()
         assert error is not None
-        assert (error.cause, error.rank, error.peer) == ("not symmetric", rank, culprit)
+        assert (error.cause, error.rank, error.peer) == ("not symmetric", rank, faulty_rank)
         text = explain(error, 1.0, names_of_world(world)).text
-        assert f"a tensor of rank {culprit} is not in symmetric memory" in unnamed(text)
+        assert f"a tensor of rank {faulty_rank} is not in symmetric memory" in unnamed(text)
         assert TITLES[algorithm] in text
 
 
 def test_shapes_that_peers_cannot_access_line_by_line() -> None:
     limits = _core.Limits(slot_bytes=1 << 20, sm_count=4, max_cluster=1, compute_capability=0, staging_bytes=1 << 16)
-    choice = _core.Choice(blocks=2, tile_lines=4)
+    choice = _core.TuningParameters(blocks=2, tile_lines=4)
     assert _core.shape(gather(PUSH), gather_problem(2, 1, [32, 16]), choice, limits).launches == 1
     with pytest.raises(ValueError, match="a multiple of 16 bytes"):
         _core.shape(gather(PUSH), gather_problem(2, 1, [32, 17]), choice, limits)
     with pytest.raises(ValueError, match="blocks is 161; it must be 1 to 160"):
-        _core.shape(gather(PUSH), gather_problem(2, 1, [32, 16]), _core.Choice(blocks=161, tile_lines=4), limits)
+        _core.shape(
+            gather(PUSH), gather_problem(2, 1, [32, 16]), _core.TuningParameters(blocks=161, tile_lines=4), limits
+        )
     assert _core.shape(gather(COPY), gather_problem(2, 1, [32, 17]), choice, limits).launches == 1
     for algorithm in (COPY, IN_STREAM):
         with pytest.raises(ValueError, match="in one piece: dim must be 0"):
             _core.shape(gather(algorithm), gather_problem(2, 2, [32, 16]), choice, limits)
-    assert _core.shape(gather(IN_STREAM), gather_problem(2, 1, [32, 17]), _core.Choice(blocks=0), limits).launches == 1
+    assert (
+        _core.shape(
+            gather(IN_STREAM), gather_problem(2, 1, [32, 17]), _core.TuningParameters(blocks=0), limits
+        ).launches
+        == 1
+    )
 
 
 def test_shapes_of_sums_by_copies() -> None:
@@ -384,7 +391,7 @@ def test_shapes_of_sums_by_copies() -> None:
 
     def shape(world: int, nbytes: int, **tunables: int) -> _core.Shape:
         problem = problem_of(torch.empty(nbytes // 2, dtype=torch.bfloat16), world)
-        return _core.shape(reduce(SUMS_IN_STREAM), problem, _core.Choice(tile_lines=4, **tunables), limits)
+        return _core.shape(reduce(SUMS_IN_STREAM), problem, _core.TuningParameters(tile_lines=4, **tunables), limits)
 
     assert shape(2, 2, blocks=3, depth=8).whole.blocks == 1
     assert shape(2, 96 * LINE, blocks=9, depth=3).whole.blocks == 4, "a piece of 16 lines"
@@ -421,7 +428,7 @@ def test_what_takes_its_place_where_tensors_are_not_symmetric(algorithm: str) ->
 
     outputs = [torch.zeros_like(expected) for _ in cores]
     assert run(outputs) == "one-shot all-gather"
-    with_segment(cores)
+    with_window(cores)
     assert run(outputs) == "one-shot all-gather"
     assert run([symmetric(core, 0, expected * 0) for core in cores]) == TITLES[algorithm]
     assert run([symmetric(core, 8, expected * 0) for core in cores]) == "one-shot all-gather"

@@ -20,7 +20,7 @@ from llm_comm import Communicator, LlmCommError, PeerTimeout, dsl
 from llm_comm.dsl import ir
 from llm_comm.dsl.compiled import Compiled
 from llm_comm.dsl.compiled import compile as compile_program
-from llm_comm.dsl.compiler.layout import armed_ranges
+from llm_comm.dsl.compiler.layout import sentinel_ranges
 from llm_comm.dsl.errors import CompileError
 from llm_comm.dsl.kernel import Kernel
 from llm_comm.dsl.library import all_gather_ll, all_to_all_ll, reduce_scatter_ll, two_shot_hb, two_shot_ll
@@ -53,7 +53,7 @@ def one_shot(p: dsl.Builder) -> None:
 def packets_in_a_loop(p: dsl.Builder) -> None:
     """Each piece to its owner and back; packets of two pieces in turn, and a signal that says when they are free."""
     x, y = p.input.chunks(p.world), p.output.chunks(p.world)
-    scattered, gathered = p.packets(p.world, like=x, turns=2), p.packets(p.world, like=x, turns=2)
+    scattered, gathered = p.packets(p.world, like=x, stages=2), p.packets(p.world, like=x, stages=2)
     with p.loop():
         for peer in p.peers:
             p.put_packets(x[peer], peer, scattered[p.rank])
@@ -172,8 +172,8 @@ def gather_by_ports(p: dsl.Builder) -> None:
 def two_shot_by_ports(p: dsl.Builder) -> None:
     """Sums are kept in scratch until the proxy has taken them."""
     x, y = p.input.chunks(p.world), p.output.chunks(p.world)
-    scattered, gathered = p.scratch(p.world, like=x, turns=3), p.scratch(p.world, like=x, turns=3)
-    sums = p.scratch(1, like=x, turns=2)
+    scattered, gathered = p.scratch(p.world, like=x, stages=3), p.scratch(p.world, like=x, stages=3)
+    sums = p.scratch(1, like=x, stages=2)
     with p.loop():
         for peer in p.peers:
             p.port_put(x[peer], peer, scattered[p.rank])
@@ -226,9 +226,9 @@ def misaligned(tensor: torch.Tensor) -> torch.Tensor:
     return copy
 
 
-def assert_armed(compiled: Compiled) -> None:
+def assert_reset(compiled: Compiled) -> None:
     """When all ranks have ended their calls, no packet is left, in either half of the workspace."""
-    for begin, end in armed_ranges(compiled.program, compiled._kernel._layout):
+    for begin, end in sentinel_ranges(compiled.program, compiled._kernel._layout):
         assert compiled._kernel._workspace.memory[begin:end].eq(0xFF).all()
 
 
@@ -267,7 +267,7 @@ def sum_in_every_way(text: ProgramText, directory: str, dtypes: list[torch.dtype
                 assert compiled(in_place, in_place) is in_place
                 assert_bitwise_equal(in_place, native, f"{what}, in place")
             dist.barrier()
-            assert_armed(compiled)
+            assert_reset(compiled)
         comm.check()
         dist.barrier()
 
@@ -402,7 +402,7 @@ def move(text: ProgramText, directory: str, dtype: torch.dtype) -> None:
                 assert torch.equal(found.clone().view(torch.uint8), expected.view(torch.uint8)), f"{count}, not aligned"
         comm.check()
         dist.barrier()
-        assert_armed(compiled)
+        assert_reset(compiled)
 
 
 @pytest.mark.parametrize(

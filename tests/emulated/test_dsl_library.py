@@ -17,7 +17,7 @@ from reference import assert_bitwise_equal, contributions
 from llm_comm import Communicator
 from llm_comm.dsl import ir, library
 from llm_comm.dsl.compiled import compile as compile_program
-from llm_comm.dsl.compiler.layout import armed_ranges
+from llm_comm.dsl.compiler.layout import sentinel_ranges
 from llm_comm.dsl.compiler.source import symmetric_spaces
 from llm_comm.dsl.programs import ProgramText
 
@@ -71,7 +71,7 @@ def run_program(number: int, directory: str) -> None:
                 assert_bitwise_equal(compiled(x, out), due, f"{text.name}, {count}, call {attempt}")
         comm.check()
         dist.barrier()
-        for begin, end in armed_ranges(compiled.program, compiled._kernel._layout):
+        for begin, end in sentinel_ranges(compiled.program, compiled._kernel._layout):
             assert compiled._kernel._workspace.memory[begin:end].eq(0xFF).all()  # no packet is left
 
 

@@ -144,7 +144,9 @@ CONTROLS = [
         WRONG,
     ),
     Control("no barrier before a signal", library.one_shot_hb, 3, without_barriers_before_signals, WRONG),
-    Control("packets are not armed again", library.one_shot_ll, 2, in_place_of("re_arm_line(", "(void)("), WRONG),
+    Control(
+        "packets are not reset to the sentinel", library.one_shot_ll, 2, in_place_of("reset_line(", "(void)("), WRONG
+    ),
     Control(
         "packets are read before they have come",
         library.two_shot_ll,
@@ -160,11 +162,11 @@ CONTROLS = [
         WRONG,
     ),
     Control(
-        "masks are not armed again",
+        "masks are not reset to the sentinel",
         library.all_to_all_ll,
         2,
         in_place_of("store_relaxed(from[i], kSentinel);", ""),
-        f"is not armed again when all calls have ended|{WRONG}",
+        f"is not reset to the sentinel when all calls have ended|{WRONG}",
     ),
     Control(
         "both halves are one",

@@ -25,7 +25,7 @@ from reference import assert_bitwise_equal, contributions, rank_order_sum
 import llm_comm
 from llm_comm import Communicator, Config, ConfigError, PeerTimeout, dsl
 from llm_comm.dsl import library, programs
-from llm_comm.planning.programs import LaunchChoice
+from llm_comm.planning.programs import LaunchParameters
 from llm_comm.planning.tables import ALL_REDUCE, Row, by_operation
 
 pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="no g++")
@@ -219,7 +219,11 @@ def run_every_choice(directory: str) -> None:
             grids = set()
             for count in (MAX_BYTES // 2, 515, 7):
                 inputs = contributions(comm.world_size, count, torch.bfloat16, seed=count)
-                for choice in [*kernels.candidates("bf16", 2 * count), LaunchChoice(3, 12), LaunchChoice(threads=9)]:
+                for choice in [
+                    *kernels.candidates("bf16", 2 * count),
+                    LaunchParameters(3, 12),
+                    LaunchParameters(threads=9),
+                ]:
                     assert kernels.why_not(choice) == ""
                     row = Row(1 << 20, ALL_REDUCE, name, "DSL", blocks=choice.blocks or 0, threads=choice.threads or 0)
                     comm.use_table(comm.table._replace(rows=by_operation([row])))
@@ -269,7 +273,7 @@ def register_in_python(directory: str) -> None:
         dist.barrier()
     told = [text for text in lines if "dsl:two_shot_ll serves all-reduces to 24576 bytes of bf16, fp16, fp32" in text]
     assert len(told) == 1
-    # Two turns of two arrays of packets, each as large as the message.
+    # Two stages of two arrays of packets, each as large as the message.
     assert int(told[0].partition("with ")[2].split()[0]) >= 4 * MAX_BYTES
 
 

@@ -77,7 +77,7 @@ def run_others_as_before(comm: Communicator) -> None:
     assert not last_was(comm).startswith("program ")
     large = torch.full((MAX_BYTES // world + 16,), comm.rank, dtype=torch.uint8)
     assert comm.all_gather(large).shape == (world * large.numel(),)
-    assert "dsl_max_bytes bounds all parts together" in comm.plan_all_gather(large).reason
+    assert "dsl_max_bytes bounds all shards together" in comm.plan_all_gather(large).reason
     assert not last_was(comm).startswith("program ")
     assert comm.all_reduce(torch.ones(8)).eq(world).all()
     assert not last_was(comm).startswith("program ")

@@ -1,4 +1,4 @@
-"""What engines gather and scatter by (``integrations/parts.py``), without an engine."""
+"""What engines gather and scatter by (``integrations/gather_scatter.py``), without an engine."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 from harness import RankPool, make_communicator
 
 from llm_comm import Communicator
-from llm_comm.integrations.parts import Parts
+from llm_comm.integrations.gather_scatter import EngineGatherScatter
 
 both_worlds = pytest.mark.parametrize("world", [2, 3])
 
@@ -27,11 +27,11 @@ class Lines(logging.Handler):
         self.said.append(record.getMessage())
 
 
-def parts_of(comm: Communicator) -> tuple[Parts, Lines]:
+def parts_of(comm: Communicator) -> tuple[EngineGatherScatter, Lines]:
     lines, log = Lines(), logging.Logger("engine")
     log.addHandler(lines)
     member: Any = SimpleNamespace(communicator=comm, group_name="dp:0", close=comm.close)
-    return Parts(member, log), lines
+    return EngineGatherScatter(member, log), lines
 
 
 def of_rank(rank: int, rows: int, columns: int = 8) -> torch.Tensor:

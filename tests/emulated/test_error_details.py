@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-from cores import connected, number_of, problem_of, symmetric, tiling_of, together, with_segment
+from cores import connected, number_of, problem_of, symmetric, tiling_of, together, with_window
 
 from llm_comm import _core, registry
 from llm_comm.planning.tables import ALL_REDUCE, FUSED
@@ -44,7 +44,7 @@ def prepared(
     dtype: torch.dtype = torch.bfloat16,
 ) -> Callable[[], bool]:
     """A call of so many launches of ``rows`` rows each; of several, the last of one. Where it has to be, of tensors in
-    segment 0."""
+    window 0."""
     is_fused = operation == FUSED
     found = algorithm_of(operation, algorithm)
     x = torch.ones((launches - 1) * rows + 1 if launches > 1 else rows, hidden, dtype=dtype)
@@ -95,7 +95,7 @@ def test_a_call_of_symmetric_tensors_that_a_peer_does_not_make(
     operation: str, algorithm: str, check_calls: bool
 ) -> None:
     """The second; each is one launch."""
-    cores = with_segment(connected(2, check_calls, timeout_s=0.5))
+    cores = with_window(connected(2, check_calls, timeout_s=0.5))
     with pytest.raises(ValueError, match="the message takes one launch"):
         prepared(cores[0], 2, operation, algorithm, 2)
     calls = [prepared(core, 2, operation, algorithm) for core in cores]
@@ -219,7 +219,7 @@ def core_of(rank: int) -> _core.Core:
 
 @each_of(ALGORITHMS)
 def test_what_a_rank_has_enqueued_last(operation: str, algorithm: str) -> None:
-    cores = with_segment(connected(2))
+    cores = with_window(connected(2))
     assert (cores[0].last_call().number, cores[0].last_call().count) == (0, 0)
     title = algorithm_of(operation, algorithm).title
     for number, dtype in enumerate((torch.bfloat16, torch.float16), start=1):

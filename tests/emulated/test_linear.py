@@ -155,11 +155,11 @@ def check_many_tokens(dtype: torch.dtype) -> None:
             ):
                 what = f"{tokens} tokens from {first}, {inputs} inputs, {outputs} outputs"
                 rows = x[first : first + tokens].clone()
-                assert comm.accepts_linear_of_any_batch(rows, weight)
+                assert comm.accepts_batch_invariant_linear(rows, weight)
                 assert comm.accepts_linear(rows, weight) is (tokens <= 64)
-                assert_bitwise_equal(comm.linear_of_any_batch(rows, weight), few[first : first + tokens], what)
+                assert_bitwise_equal(comm.batch_invariant_linear(rows, weight), few[first : first + tokens], what)
                 guarded = torch.full((tokens + 2, outputs), 7.0, dtype=dtype)
-                comm.linear_of_any_batch(rows, weight, out=guarded[1:-1])
+                comm.batch_invariant_linear(rows, weight, out=guarded[1:-1])
                 assert_bitwise_equal(guarded[1:-1], few[first : first + tokens], f"{what}: out")
                 assert guarded[:: tokens + 1].eq(7).all(), f"{what}: beyond out"
 

@@ -72,7 +72,7 @@ def check_one_rounding(dtype: torch.dtype) -> None:
             sums = x.double() @ weight.double().T
             due = (sums + bias).float().to(dtype)
             assert not due.equal((sums.float().to(dtype) + bias.to(dtype)).to(dtype)), "two roundings have other bits"
-            y = comm.linear_of_any_batch(x.to(dtype), weight.to(dtype), bias=bias.to(dtype))
+            y = comm.batch_invariant_linear(x.to(dtype), weight.to(dtype), bias=bias.to(dtype))
             assert_bitwise_equal(y, due, f"{tokens} tokens")
 
 
@@ -140,10 +140,10 @@ def check_rows() -> None:
         for dtype in FUSED_DTYPES:
             x, weight = operands(comm.rank, 300, inputs, outputs, dtype)
             bias = bias_of(comm.rank, outputs, dtype)
-            whole = comm.linear_of_any_batch(x, weight, bias=bias)
+            whole = comm.batch_invariant_linear(x, weight, bias=bias)
             for tokens, first in itertools.product((1, 5, 9, 17, 33, 64, 65, 129), (0, 31)):
                 rows, what = x[first : first + tokens].clone(), f"{tokens} tokens from {first}"
-                found = comm.linear_of_any_batch(rows, weight, bias=bias)
+                found = comm.batch_invariant_linear(rows, weight, bias=bias)
                 assert_bitwise_equal(found, whole[first : first + tokens], what)
                 if tokens <= 64:
                     assert_bitwise_equal(comm.linear(rows, weight, bias=bias), found, what)
@@ -256,14 +256,14 @@ def decline(name: str) -> list[str]:
     with make_communicator(fuse_linear=True) as comm:
         calls = [
             lambda: comm.linear(X, WEIGHT, bias=bias),
-            lambda: comm.linear_of_any_batch(X, WEIGHT, bias=bias),
+            lambda: comm.batch_invariant_linear(X, WEIGHT, bias=bias),
             lambda: comm.linear_all_reduce(X, WEIGHT, bias=bias),
             lambda: comm.linear_all_reduce_add_rms_norm(X, WEIGHT, RESIDUAL, NORM, EPS, bias=bias),
         ]
         for _ in range(2):  # the second time, calls of as many elements are prepared
             if isinstance(bias, torch.Tensor):
                 assert not comm.accepts_linear(X, WEIGHT, bias=bias)
-                assert not comm.accepts_linear_of_any_batch(X, WEIGHT, bias=bias)
+                assert not comm.accepts_batch_invariant_linear(X, WEIGHT, bias=bias)
                 assert not comm.accepts_linear_all_reduce(X, WEIGHT, bias=bias)
                 assert not comm.accepts_linear_all_reduce_add_rms_norm(X, WEIGHT, NORM, bias=bias)
                 # Tracing does not ask who has another's memory; the call does.
@@ -282,8 +282,8 @@ def decline(name: str) -> list[str]:
 def test_declined_bias(ranks: RankPool, name: str) -> None:
     first, second = ranks.run(2, decline, name)
     assert first == second
-    of_any_batch = ("linear: ", "linear_of_any_batch: ")
-    names = ("linear: ", of_any_batch, "linear_all_reduce: ", "linear_all_reduce_add_rms_norm: ") * 2
+    batch_invariant = ("linear: ", "batch_invariant_linear: ")
+    names = ("linear: ", batch_invariant, "linear_all_reduce: ", "linear_all_reduce_add_rms_norm: ") * 2
     for operation, text in zip(names, first, strict=True):
         assert text.startswith(operation)
         assert DECLINED[name][1] in text
@@ -327,7 +327,7 @@ def check_written() -> None:
     """Results may not lie over a bias."""
     buffer = ones(TOKENS, OUTPUTS)
     with make_communicator() as comm:
-        for operation in (comm.linear, comm.linear_of_any_batch, comm.linear_all_reduce):
+        for operation in (comm.linear, comm.batch_invariant_linear, comm.linear_all_reduce):
             with pytest.raises(UnsupportedInputError, match="out overlaps bias"):
                 operation(X, WEIGHT, buffer, bias=buffer[1])
         with pytest.raises(UnsupportedInputError, match="out overlaps bias"):
@@ -349,7 +349,7 @@ def calls_of(comm: Communicator, x: torch.Tensor, bias: torch.Tensor | None) -> 
     assert bias is None or not comm.accepts_linear(x, WEIGHT, bias=both)
     assert bias is None or not comm.accepts_linear(x, WEIGHT, bias=bias.half())
     yield comm.linear(x, WEIGHT, bias=bias)
-    yield comm.linear_of_any_batch(x, WEIGHT, bias=bias)
+    yield comm.batch_invariant_linear(x, WEIGHT, bias=bias)
     yield comm.linear_silu_and_mul(x, GATE_UP, bias=both)
     yield comm.linear_all_reduce(x, WEIGHT, bias=bias)
     yield from comm.linear_all_reduce_add_rms_norm(x, WEIGHT, None, NORM, EPS, bias=bias)
@@ -371,7 +371,7 @@ def test_graphs(ranks: RankPool) -> None:
 
 
 def check_operators() -> None:
-    names = ("linear", "linear_of_any_batch", "linear_silu_and_mul", "linear_all_reduce")
+    names = ("linear", "batch_invariant_linear", "linear_silu_and_mul", "linear_all_reduce")
     with make_communicator() as comm:
         for name in names:
             operator = getattr(torch.ops.llm_comm, name).default

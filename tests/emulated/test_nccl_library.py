@@ -221,7 +221,7 @@ def test_exported_symbols_are_those_of_the_newest_nccl() -> None:
 
 
 def test_it_can_be_closed_and_the_process_ends(programs: Path) -> None:
-    """By ctypes, as vLLM loads it, with a meeting place that is open."""
+    """By ctypes, as vLLM loads it, with a hub that is open."""
     program = f"""
 import ctypes, _ctypes
 library = ctypes.CDLL({str(LIBRARY)!r})

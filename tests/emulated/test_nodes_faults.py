@@ -26,7 +26,7 @@ PLACES = 2
 WORLD = 2 * PLACES
 
 
-class Told(NamedTuple):
+class ReportedError(NamedTuple):
     """What a rank was told, by an error."""
 
     kind: str
@@ -35,7 +35,7 @@ class Told(NamedTuple):
     seconds: float
 
 
-def _meet(name: str, count: int = WORLD) -> None:
+def _synchronize(name: str, count: int = WORLD) -> None:
     """Until so many ranks have come."""
     if store().add(name, 1) == count:
         store().set(f"{name}: all", "")
@@ -49,27 +49,27 @@ def _made(transport: str = "auto") -> llm_comm.Communicator:
     return comm
 
 
-def _told_by(call: Callable[[], object], begin: float) -> Told:
+def _error_of(call: Callable[[], object], begin: float) -> ReportedError:
     while time.monotonic() - begin < TIMEOUT_S + SLACK_S:
         try:
             call()
         except CommunicatorError as error:
-            return Told(type(error).__name__, str(error), error.peer, time.monotonic() - begin)
+            return ReportedError(type(error).__name__, str(error), error.peer, time.monotonic() - begin)
     raise AssertionError("no error in time")
 
 
-def calls_without(culprits: tuple[int, ...], dies: bool, transport: str = "auto") -> Told | None:
+def calls_without(faulty_ranks: tuple[int, ...], dies: bool, transport: str = "auto") -> ReportedError | None:
     """What all-reduces tell a rank while others die, or make no more calls."""
     comm = _made(transport)
-    _meet("begin")
+    _synchronize("begin")
     begin = time.monotonic()
-    if comm.rank in culprits:
+    if comm.rank in faulty_ranks:
         if dies:
             os.kill(os.getpid(), signal.SIGKILL)
-        store().wait([f"told {rank}" for rank in range(WORLD) if rank not in culprits])
+        store().wait([f"told {rank}" for rank in range(WORLD) if rank not in faulty_ranks])
         return None
     x = torch.ones(50_000)  # in chunks
-    told = _told_by(lambda: comm.all_reduce(x), begin)
+    told = _error_of(lambda: comm.all_reduce(x), begin)
     store().set(f"told {comm.rank}", "")
     with pytest.raises(CommunicatorError):
         comm.all_gather(x)
@@ -77,7 +77,7 @@ def calls_without(culprits: tuple[int, ...], dies: bool, transport: str = "auto"
     return told
 
 
-def hear_without_calls(culprits: tuple[int, ...], how: int, transport: str = "auto") -> Told | None:
+def hear_without_calls(faulty_ranks: tuple[int, ...], how: int, transport: str = "auto") -> ReportedError | None:
     """What ``on_error`` tells a rank that makes no call, while others get a signal."""
     comm = _made(transport)
     heard: list[CommunicatorError] = []
@@ -89,15 +89,15 @@ def hear_without_calls(culprits: tuple[int, ...], how: int, transport: str = "au
 
     comm.on_error(hear, exits=True)
     store().set(f"process {comm.rank}", str(os.getpid()))
-    _meet("begin")
+    _synchronize("begin")
     begin = time.monotonic()
-    if comm.rank in culprits:
+    if comm.rank in faulty_ranks:
         os.kill(os.getpid(), how)
         time.sleep(60)
     assert has_heard.wait(TIMEOUT_S + SLACK_S), "no error in time"
-    told = Told(type(heard[0]).__name__, unnamed(str(heard[0])), heard[0].peer, time.monotonic() - begin)
-    if store().add("told", 1) == WORLD - len(culprits) and how == signal.SIGSTOP:
-        for rank in culprits:
+    told = ReportedError(type(heard[0]).__name__, unnamed(str(heard[0])), heard[0].peer, time.monotonic() - begin)
+    if store().add("told", 1) == WORLD - len(faulty_ranks) and how == signal.SIGSTOP:
+        for rank in faulty_ranks:
             os.kill(int(store().get(f"process {rank}")), signal.SIGKILL)
     comm.close()
     return told
@@ -153,34 +153,34 @@ def test_nodes_that_make_different_calls_are_told(ranks: RankPool, call: str, wo
         assert all(each in text for each in of_node.values()) or "was notified" in text, text
 
 
-def check(told: list[Told | None], culprits: tuple[int, ...]) -> None:
+def check(told: list[ReportedError | None], faulty_ranks: tuple[int, ...]) -> None:
     print(*(f"{rank}: {each}" for rank, each in enumerate(told)), sep="\n")
     for rank, each in enumerate(told):
-        if rank in culprits:
+        if rank in faulty_ranks:
             continue
         assert each is not None
         assert each.kind == "PeerTimeout"
         assert each.seconds < TIMEOUT_S + SLACK_S
-        assert any(f"rank {culprit}" in each.text for culprit in culprits), each.text
+        assert any(f"rank {faulty_rank}" in each.text for faulty_rank in faulty_ranks), each.text
 
 
-@pytest.mark.parametrize("culprits", [(0,), (3,), (2, 3)], ids=["first rank", "last rank", "a node"])
-def test_who_dies_is_told_on_all_nodes(mortal_ranks: RankPool, culprits: tuple[int, ...]) -> None:
-    check(mortal_ranks.run(WORLD, calls_without, culprits, True, dying=culprits), culprits)
+@pytest.mark.parametrize("faulty_ranks", [(0,), (3,), (2, 3)], ids=["first rank", "last rank", "a node"])
+def test_who_dies_is_told_on_all_nodes(mortal_ranks: RankPool, faulty_ranks: tuple[int, ...]) -> None:
+    check(mortal_ranks.run(WORLD, calls_without, faulty_ranks, True, dying=faulty_ranks), faulty_ranks)
 
 
-@pytest.mark.parametrize("culprits", [(1,), (2, 3)], ids=["a rank", "a node"])
-def test_who_makes_no_calls_is_told_on_all_nodes(mortal_ranks: RankPool, culprits: tuple[int, ...]) -> None:
-    check(mortal_ranks.run(WORLD, calls_without, culprits, False), culprits)
+@pytest.mark.parametrize("faulty_ranks", [(1,), (2, 3)], ids=["a rank", "a node"])
+def test_who_makes_no_calls_is_told_on_all_nodes(mortal_ranks: RankPool, faulty_ranks: tuple[int, ...]) -> None:
+    check(mortal_ranks.run(WORLD, calls_without, faulty_ranks, False), faulty_ranks)
 
 
 # ---- Over UCX ------------------------------------------------------------------------------------------------------
 
 
 @needs_ucx
-@pytest.mark.parametrize("culprits", [(3,), (2, 3)], ids=["a rank", "a node"])
-def test_who_dies_is_told_over_ucx(mortal_ranks: RankPool, culprits: tuple[int, ...]) -> None:
-    check(mortal_ranks.run(WORLD, calls_without, culprits, True, "ucx", dying=culprits), culprits)
+@pytest.mark.parametrize("faulty_ranks", [(3,), (2, 3)], ids=["a rank", "a node"])
+def test_who_dies_is_told_over_ucx(mortal_ranks: RankPool, faulty_ranks: tuple[int, ...]) -> None:
+    check(mortal_ranks.run(WORLD, calls_without, faulty_ranks, True, "ucx", dying=faulty_ranks), faulty_ranks)
 
 
 @needs_ucx

@@ -91,7 +91,7 @@ def cases(world: int) -> list[Case]:
         Case("reduce_scatter", {"x": ones(world * ROWS, FEATURES), "out": rows()}, out),
         Case("try_reduce_scatter", {"x": ones(world * ROWS, FEATURES)}),
         Case("linear", {**layer, "out": rows(64)}, out),
-        Case("linear_of_any_batch", {**layer, "out": rows(64)}, out),
+        Case("batch_invariant_linear", {**layer, "out": rows(64)}, out),
         Case("linear_silu_and_mul", {**gate_up, "out": rows(64)}, out),
         Case("linear_gelu_tanh_and_mul", {**gate_up, "out": rows(64)}, out),
         Case("linear_all_reduce", {**summed, "out": rows(64)}, out),

@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from harness import RankPool, make_communicator
-from parts_reference import assert_same_bits
+from shards_reference import assert_same_bits
 from test_compile import Recorder
 from test_modes import TRACES, Watcher
 from torch._dynamo.testing import CompileCounterWithBackend

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 from harness import RankPool, make_communicator
-from parts_reference import assert_same_bits, drawn_bits
+from shards_reference import assert_same_bits, drawn_bits
 from test_all_reduce import python_calls
 from test_arrays import Immutable
 

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 import torch
 from harness import RankPool, make_communicator, unnamed
-from parts_reference import ANY_DTYPES, assert_same_bits, drawn_bits, drawn_division, placed
 from reference import DTYPES, assert_bitwise_equal, assert_is_sum, contributions, rank_order_sum
+from shards_reference import ANY_DTYPES, assert_same_bits, drawn_bits, drawn_division, placed
 from tables import table_of_parts
 
 from llm_comm import Communicator, LaunchError, MismatchError
@@ -141,20 +141,20 @@ GATHER, SCATTER = "one-shot all-gather of", "one-shot reduce-scatter of"
 #: By what the odd rank does: how the error words the calls of the others, and its own.
 DISAGREEMENTS: dict[Callable[[Communicator, bool], None], tuple[str, str]] = {
     sizes_differ: (
-        f"{GATHER} 32 bytes, parts of a row: 32, 32, 32 bytes",
-        f"{GATHER} 32 bytes, parts of a row: 32, 32, 24 bytes",
+        f"{GATHER} 32 bytes, shards of a row: 32, 32, 32 bytes",
+        f"{GATHER} 32 bytes, shards of a row: 32, 32, 24 bytes",
     ),
     lengths_differ: (
-        f"{GATHER} 32 bytes, parts of a row: 32, 32, 32 bytes",
-        f"{GATHER} 40 bytes, parts of a row: 40, 40, 40 bytes",
+        f"{GATHER} 32 bytes, shards of a row: 32, 32, 32 bytes",
+        f"{GATHER} 40 bytes, shards of a row: 40, 40, 40 bytes",
     ),
     dims_differ: (
-        f"{SCATTER} 12 fp32, rows before dim: 1, parts of a row: 12, 12, 12 elements",
-        f"{SCATTER} 12 fp32, rows before dim: 6, parts of a row: 2, 2, 2 elements",
+        f"{SCATTER} 12 fp32, rows before dim: 1, shards of a row: 12, 12, 12 elements",
+        f"{SCATTER} 12 fp32, rows before dim: 6, shards of a row: 2, 2, 2 elements",
     ),
     divisions_differ: (
-        "reduce-scatter by push (HB) of 1000000 fp32, parts of a row: 1000000, 0, 500000 elements",
-        "reduce-scatter by push (HB) of 1000000 fp32, parts of a row: 1000000, 500000, 0 elements",
+        "reduce-scatter by push (HB) of 1000000 fp32, shards of a row: 1000000, 0, 500000 elements",
+        "reduce-scatter by push (HB) of 1000000 fp32, shards of a row: 1000000, 500000, 0 elements",
     ),
     operations_differ: (f"{GATHER} 24 bytes", f"{SCATTER} 2 fp32"),
     sums_differ: ("one-shot all-reduce of 6 fp32", f"{SCATTER} 2 fp32"),

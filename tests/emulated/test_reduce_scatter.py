@@ -5,14 +5,6 @@ from __future__ import annotations
 import pytest
 import torch
 from harness import RankPool, make_communicator
-from parts_reference import (
-    PART_ALGORITHMS,
-    Division,
-    assert_same_bits,
-    assert_untouched_outside,
-    divisions,
-    placed,
-)
 from reference import (
     DTYPES,
     assert_bitwise_equal,
@@ -20,6 +12,14 @@ from reference import (
     from_bits,
     rank_order_sum,
     special_patterns,
+)
+from shards_reference import (
+    SHARD_ALGORITHMS,
+    Division,
+    assert_same_bits,
+    assert_untouched_outside,
+    divisions,
+    placed,
 )
 
 from llm_comm import Communicator
@@ -50,7 +50,7 @@ def scatter(comm: Communicator, division: Division, dtype: torch.dtype, seed: in
 
 
 def scatter_all_divisions() -> None:
-    for algorithm in PART_ALGORITHMS:
+    for algorithm in SHARD_ALGORITHMS:
         with make_communicator(algorithm=algorithm) as comm:
             for number, division in enumerate(divisions(comm.world_size)):
                 scatter(comm, division, DTYPES[number % len(DTYPES)], number, algorithm)
@@ -65,7 +65,7 @@ def scatter_special_values(dtype: torch.dtype) -> None:
     """Every pair of special patterns on ranks 0 and 1."""
     patterns = special_patterns(dtype)
     first, second = torch.cartesian_prod(patterns, patterns).unbind(1)
-    for algorithm in PART_ALGORITHMS:
+    for algorithm in SHARD_ALGORITHMS:
         with make_communicator(algorithm=algorithm) as comm:
             world = comm.world_size
             bits_of = [
@@ -87,7 +87,7 @@ def test_special_values(ranks: RankPool, world: int, dtype: torch.dtype) -> None
 
 
 def scatter_unaligned(dtype: torch.dtype) -> None:
-    for algorithm in PART_ALGORITHMS:
+    for algorithm in SHARD_ALGORITHMS:
         with make_communicator(algorithm=algorithm) as comm:
             world, rank = comm.world_size, comm.rank
             for division in (
@@ -113,7 +113,7 @@ def test_pointers_unaligned_differently_on_every_rank(ranks: RankPool, world: in
 
 
 def scatter_in_place(dtype: torch.dtype) -> None:
-    for algorithm in PART_ALGORITHMS:
+    for algorithm in SHARD_ALGORITHMS:
         with make_communicator(algorithm=algorithm) as comm:
             world, rank = comm.world_size, comm.rank
             uneven = tuple((3 * r + 1) % 4 * 9 for r in range(world))

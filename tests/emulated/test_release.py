@@ -123,7 +123,7 @@ def keep_the_heap() -> None:
         assert torch.equal(gathered, expected)
         total = comm.all_reduce(tensor)
         assert bool((total == sum(range(1, comm.world_size + 1))).all())
-        assert comm._heap.place_of(comm.empty(16, torch.float32)) is not None
+        assert comm._heap.symmetric_offset_of(comm.empty(16, torch.float32)) is not None
 
 
 def test_symmetric_tensors_stay(ranks: RankPool) -> None:

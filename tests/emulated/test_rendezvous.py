@@ -32,7 +32,7 @@ from llm_comm.runtime.descriptors import close_all
 TIMEOUT_S = 2.0
 SLACK_S = 20.0
 WORLD = 3
-CULPRIT = 1
+FAULTY_RANK = 1
 LONG_TEXT = "äöü🙂" * 1000
 
 
@@ -79,22 +79,22 @@ def die_during_set_up() -> str:
         os.kill(os.getpid(), signal.SIGKILL)
 
     with pytest.MonkeyPatch.context() as patch:
-        if dist.get_rank() == CULPRIT:
+        if dist.get_rank() == FAULTY_RANK:
             patch.setattr(_core, "make_emulated_core", die)
         return rendezvous_error(timeout_s=TIMEOUT_S)
 
 
 def test_rank_dies_during_set_up(mortal_ranks: RankPool) -> None:
-    texts = mortal_ranks.run(WORLD, die_during_set_up, dying=[CULPRIT])
-    assert texts.pop(CULPRIT) is None
+    texts = mortal_ranks.run(WORLD, die_during_set_up, dying=[FAULTY_RANK])
+    assert texts.pop(FAULTY_RANK) is None
     assert all("not all 3 ranks came" in text for text in texts)
 
 
 # ---- Ranks that do not fit together --------------------------------------------------------------------------------
 
 
-def come_with(options_of_culprit: dict[str, Any], options_of_others: dict[str, Any]) -> str:
-    return rendezvous_error(**(options_of_culprit if dist.get_rank() == CULPRIT else options_of_others))
+def come_with(options_of_faulty_rank: dict[str, Any], options_of_others: dict[str, Any]) -> str:
+    return rendezvous_error(**(options_of_faulty_rank if dist.get_rank() == FAULTY_RANK else options_of_others))
 
 
 def test_different_tuning_tables(ranks: RankPool, tmp_path: Path) -> None:
@@ -106,11 +106,11 @@ def test_different_tuning_tables(ranks: RankPool, tmp_path: Path) -> None:
         paths.append(str(write_table(tmp_path / directory / "table.yaml", rows)))
     options = [{"table": path, "timeout_s": TIMEOUT_S} for path in paths]
     text = same_on_all(ranks.run(WORLD, come_with, *options))
-    assert f"rank {CULPRIT}" in text
+    assert f"rank {FAULTY_RANK}" in text
 
 
-def come_with_directory(of_culprit: str, of_others: str) -> str:
-    directory = of_culprit if dist.get_rank() == CULPRIT else of_others
+def come_with_directory(of_faulty_rank: str, of_others: str) -> str:
+    directory = of_faulty_rank if dist.get_rank() == FAULTY_RANK else of_others
     with mock.patch.dict(os.environ, {"LLM_COMM_TABLE_DIR": directory}):
         return rendezvous_error(timeout_s=TIMEOUT_S)
 
@@ -171,7 +171,7 @@ def test_directories_with_the_same_table_or_the_same_broken_one(ranks: RankPool,
 
 def pretend_to_be_elsewhere() -> str:
     with pytest.MonkeyPatch.context() as patch:
-        if dist.get_rank() == CULPRIT:
+        if dist.get_rank() == FAULTY_RANK:
             patch.setattr("llm_comm.nodes.topology.host_identity", lambda: {"host": "far-away", "boot_id": "another"})
         return rendezvous_error()
 
@@ -196,13 +196,13 @@ def test_ranks_on_one_gpu(ranks: RankPool) -> None:
 
 
 def permit_on_one_rank() -> str:
-    return share_gpus(share_gpu=dist.get_rank() == CULPRIT)
+    return share_gpus(share_gpu=dist.get_rank() == FAULTY_RANK)
 
 
 def test_permission_to_share_that_only_one_rank_has(ranks: RankPool) -> None:
     text = same_on_all(ranks.run(WORLD, permit_on_one_rank))
     assert "different options" in text
-    assert f"different options: share_gpu is True on rank {CULPRIT}, False on ranks 0, 2; give" in text
+    assert f"different options: share_gpu is True on rank {FAULTY_RANK}, False on ranks 0, 2; give" in text
 
 
 def share_with_permission(gpus: list[str]) -> list[str]:
@@ -240,7 +240,7 @@ def test_permission_to_share_is_said_loudly_once(ranks: RankPool, gpus: list[str
 def test_rank_on_another_machine(ranks: RankPool) -> None:
     text = same_on_all(ranks.run(WORLD, pretend_to_be_elsewhere))
     assert "the ranks are on 2 nodes, and not as many on each" in text
-    assert f"rank {CULPRIT}: far-away (boot id another)" in text
+    assert f"rank {FAULTY_RANK}: far-away (boot id another)" in text
 
 
 # ---- Steps that fail on one rank -----------------------------------------------------------------------------------
@@ -313,7 +313,7 @@ def come_with_failure(step: str) -> str:
     """Fails to make a communicator, and makes one after all."""
     make_communicator().close()
     with nothing_leaked():
-        if dist.get_rank() == CULPRIT:
+        if dist.get_rank() == FAULTY_RANK:
             with failing(step):
                 text = rendezvous_error(timeout_s=5.0)
         else:
@@ -344,13 +344,13 @@ REASONS = {
 def test_failure_of_one_rank(ranks: RankPool, step: str) -> None:
     text = same_on_all(ranks.run(WORLD, come_with_failure, step))
     assert f" of {WORLD} ranks: " in text
-    assert REASONS[step] in text.partition(f"rank {CULPRIT}: ")[2]
+    assert REASONS[step] in text.partition(f"rank {FAULTY_RANK}: ")[2]
 
 
 def keep_the_error(step: str) -> None:
     gc.disable()
     try:
-        faults = failing(step) if dist.get_rank() == CULPRIT else nullcontext()
+        faults = failing(step) if dist.get_rank() == FAULTY_RANK else nullcontext()
         with faults, pytest.raises(RendezvousError) as kept:
             make_communicator()
         assert "llm_comm_workspace" not in Path("/proc/self/maps").read_text(), "the workspace lives with the error"
@@ -369,7 +369,7 @@ def come_with_room_for_small_clusters() -> int:
     x = torch.ones(2, 8192, dtype=torch.bfloat16)
     weight = torch.ones(8192, dtype=torch.bfloat16)
     with pytest.MonkeyPatch.context() as patch:
-        if dist.get_rank() == CULPRIT:
+        if dist.get_rank() == FAULTY_RANK:
             failing_method(patch, "max_cluster_blocks", lambda: 1)
         with make_communicator() as comm:
             normed, sums = comm.all_reduce_add_rms_norm(x, None, weight, 1e-5)
@@ -385,7 +385,7 @@ def test_all_ranks_go_by_the_smallest_clusters(ranks: RankPool) -> None:
 def come_without_status_page() -> None:
     """Errors are told without the states of the ranks then; nothing else is lost."""
     with pytest.MonkeyPatch.context() as patch, nothing_leaked():
-        if dist.get_rank() == CULPRIT:
+        if dist.get_rank() == FAULTY_RANK:
             patch.setattr(os, "memfd_create", no_memory)
         with make_communicator() as comm:
             inputs = contributions(comm.world_size, 100, torch.float16)
@@ -401,7 +401,7 @@ def come_with_few_descriptors(free: int) -> str:
     make_communicator().close()
     with nothing_leaked():
         limits = resource.getrlimit(resource.RLIMIT_NOFILE)
-        if dist.get_rank() == CULPRIT:
+        if dist.get_rank() == FAULTY_RANK:
             # Files that are open stay so: those of lower numbers are counted too.
             numbers = {int(name) for name in os.listdir("/proc/self/fd")}
             limit = next(n for n in range(limits[0]) if len(set(range(n)) - numbers) == free)
@@ -421,19 +421,19 @@ def test_rank_without_file_descriptors(ranks: RankPool, free: int) -> None:
     """Wherever they end, all ranks raise or none does."""
     text = same_on_all(ranks.run(WORLD, come_with_few_descriptors, free))
     assert free < 8 or text == ""
-    assert free > 1 or f"rank {CULPRIT}: OSError" in text
+    assert free > 1 or f"rank {FAULTY_RANK}: OSError" in text
 
 
 def come_to_another_step() -> str:
     rendezvous = rendezvous_module.Rendezvous(dist.group.WORLD, TIMEOUT_S)
     with pytest.raises(MissingRankError) as error:
-        rendezvous.gather("supper" if dist.get_rank() == CULPRIT else "lunch", None)
+        rendezvous.gather("supper" if dist.get_rank() == FAULTY_RANK else "lunch", None)
     return unnamed(str(error.value))
 
 
 def test_ranks_at_different_steps(ranks: RankPool) -> None:
     text = same_on_all(ranks.run(WORLD, come_to_another_step))
-    assert f"rank 0: 'lunch', rank {CULPRIT}: 'supper'" in text
+    assert f"rank 0: 'lunch', rank {FAULTY_RANK}: 'supper'" in text
 
 
 # ---- Strangers -----------------------------------------------------------------------------------------------------

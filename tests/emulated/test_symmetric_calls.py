@@ -5,13 +5,13 @@ from __future__ import annotations
 import pytest
 import torch
 from harness import RankPool, make_communicator, unnamed
-from parts_reference import assert_same_bits, drawn_bits
 from reference import assert_is_sum, contributions
+from shards_reference import assert_same_bits, drawn_bits
 
 from llm_comm import Communicator, MismatchError
 from llm_comm.planning.tables import ALL_GATHER, ALL_REDUCE, Row
 
-CULPRIT = 1
+FAULTY_RANK = 1
 WORLDS = [2, 3, 5]
 #: How calls of an algorithm are named, and a row of a table that has it run.
 GATHERS = {
@@ -63,7 +63,7 @@ def sum_mixed(world: int) -> None:
 def one_without_a_symmetric_tensor() -> str:
     with make_communicator() as comm:
         x = comm.empty(64, torch.float32).fill_(1)
-        y = torch.ones(64) if comm.rank == CULPRIT else x
+        y = torch.ones(64) if comm.rank == FAULTY_RANK else x
         with pytest.raises(MismatchError) as error:
             comm.all_reduce(y, out=y)
         return unnamed(str(error.value))
@@ -74,7 +74,7 @@ def test_another_kind_of_tensor_on_one_rank(ranks: RankPool, world: int) -> None
     """Ranks that choose different algorithms for it say so."""
     for text in ranks.run(world, one_without_a_symmetric_tensor):
         assert "two-shot all-reduce of symmetric tensors by pull (HB) of 64 fp32" in text
-        assert f"rank {CULPRIT}: one-shot all-reduce of 64 fp32" in text
+        assert f"rank {FAULTY_RANK}: one-shot all-reduce of 64 fp32" in text
 
 
 def choose_by_options(algorithm: str) -> str:

@@ -20,9 +20,9 @@ from reference import assert_is_sum, contributions
 
 from llm_comm import Communicator, RendezvousError, UnsupportedInputError, _core
 from llm_comm.runtime import symmetric_heap
-from llm_comm.runtime.heap_layout import MAX_GROWTH, SEGMENT_MULTIPLE
+from llm_comm.runtime.heap_layout import MAX_GROWTH, WINDOW_MULTIPLE
 
-CULPRIT = 1
+FAULTY_RANK = 1
 WORLDS = [2, 3, 5]
 
 
@@ -31,11 +31,11 @@ def core_of(comm: Communicator) -> _core.Core:
 
 
 def place_of(comm: Communicator, tensor: torch.Tensor) -> tuple[int, int] | None:
-    return comm._heap.place_of(tensor)
+    return comm._heap.symmetric_offset_of(tensor)
 
 
-def segments_of(comm: Communicator) -> dict[int, int]:
-    return comm._heap._layout.segments()
+def windows_of(comm: Communicator) -> dict[int, int]:
+    return comm._heap._layout.windows()
 
 
 def check_still_works(comm: Communicator, what: str) -> None:
@@ -59,17 +59,17 @@ def same_on_all(found: list[Any]) -> Any:
 def find_places() -> list[tuple[int, int] | None]:
     comm = make_communicator()
     tensor = comm.empty((4, 64), torch.float32)
-    segment, offset = comm._heap.place_of(tensor) or (-1, -1)
-    assert comm._heap.place_of(tensor[1:]) == (segment, offset + 256)
+    window, offset = comm._heap.symmetric_offset_of(tensor) or (-1, -1)
+    assert comm._heap.symmetric_offset_of(tensor[1:]) == (window, offset + 256)
     whole = torch.empty(0).set_(tensor.untyped_storage(), 0, (256,))
     beyond = torch.frombuffer((ctypes.c_char * 4).from_address(tensor.data_ptr() - 4), dtype=torch.float32)
-    assert comm._heap.place_of(whole) == (segment, offset)
-    assert [comm._heap.place_of(t) for t in (beyond, torch.ones(4), tensor[:0])] == [None] * 3
+    assert comm._heap.symmetric_offset_of(whole) == (window, offset)
+    assert [comm._heap.symmetric_offset_of(t) for t in (beyond, torch.ones(4), tensor[:0])] == [None] * 3
     dist.barrier()
     comm.close()
     with pytest.raises(RuntimeError, match="this communicator is closed"):
-        comm._heap.place_of(tensor)
-    return [(segment, offset)]
+        comm._heap.symmetric_offset_of(tensor)
+    return [(window, offset)]
 
 
 def test_the_place_of_a_tensor(ranks: RankPool) -> None:
@@ -80,7 +80,7 @@ def test_the_place_of_a_tensor(ranks: RankPool) -> None:
 def use_tensors() -> list[tuple[int, int] | None]:
     places = []
     with nothing_leaked(), make_communicator() as comm:
-        assert segments_of(comm) == {}, "the heap is empty unless it is used"
+        assert windows_of(comm) == {}, "the heap is empty unless it is used"
         tensors = [
             comm.empty((3, 5), torch.bfloat16),
             comm.empty(1000, torch.float8_e4m3fn),
@@ -102,7 +102,7 @@ def use_tensors() -> list[tuple[int, int] | None]:
             tensor.copy_(torch.full_like(tensor, number))
         for number, tensor in enumerate(tensors):
             assert torch.equal(tensor, torch.full_like(tensor, number)), "tensors share memory"
-        assert len(segments_of(comm)) == 1, "small tensors share a segment"
+        assert len(windows_of(comm)) == 1, "small tensors share a window"
         del tensor, tensors
     return places
 
@@ -121,8 +121,8 @@ def look_into_peers() -> None:
         place = place_of(comm, x[1:])
         assert place == (0, x[0].nbytes), "views lie in the heap too"
         assert place_of(comm, torch.empty(8)) is None
-        beyond = core_of(comm).find(x.data_ptr(), SEGMENT_MULTIPLE + 1)
-        assert beyond is None, "what ends behind the segment is not in it"
+        beyond = core_of(comm).find(x.data_ptr(), WINDOW_MULTIPLE + 1)
+        assert beyond is None, "what ends behind the window is not in it"
         assert core_of(comm).find(x.data_ptr() - 1, 1) is None
 
 
@@ -156,10 +156,10 @@ def grow() -> list[Any]:
     seen = []
     with nothing_leaked(), make_communicator() as comm:
         kept = []
-        for size in (1000, SEGMENT_MULTIPLE, 3 * SEGMENT_MULTIPLE + 1, 10, MAX_GROWTH + 1):
+        for size in (1000, WINDOW_MULTIPLE, 3 * WINDOW_MULTIPLE + 1, 10, MAX_GROWTH + 1):
             kept.append(comm.empty(size, torch.uint8))
             kept[-1].fill_(len(kept))
-            seen.append((place_of(comm, kept[-1]), segments_of(comm)))
+            seen.append((place_of(comm, kept[-1]), windows_of(comm)))
         for number, tensor in enumerate(kept, start=1):
             assert tensor.eq(number).all()
         del tensor, kept
@@ -170,8 +170,8 @@ def test_the_heap_grows(ranks: RankPool) -> None:
     seen = same_on_all(ranks.run(3, grow))
     assert [place[0] for place, _ in seen] == [0, 1, 2, 0, 3]
     sizes = list(seen[-1][1].values())
-    assert all(size % SEGMENT_MULTIPLE == 0 for size in sizes)
-    assert sizes[:3] == [SEGMENT_MULTIPLE, SEGMENT_MULTIPLE, 4 * SEGMENT_MULTIPLE]
+    assert all(size % WINDOW_MULTIPLE == 0 for size in sizes)
+    assert sizes[:3] == [WINDOW_MULTIPLE, WINDOW_MULTIPLE, 4 * WINDOW_MULTIPLE]
 
 
 def many_small(count: int) -> list[tuple[int, int] | None]:
@@ -180,7 +180,7 @@ def many_small(count: int) -> list[tuple[int, int] | None]:
         for number, tensor in enumerate(tensors):
             tensor.fill_(number)
         assert all(tensor.eq(number).all() for number, tensor in enumerate(tensors))
-        assert len(segments_of(comm)) == 1
+        assert len(windows_of(comm)) == 1
         return [place_of(comm, tensor) for tensor in tensors]
 
 
@@ -222,21 +222,21 @@ def give_back() -> list[dict[int, int]]:
     seen = []
     with nothing_leaked(), make_communicator() as comm:
         small, large = comm.empty(10, torch.uint8), comm.empty(20 << 20, torch.uint8)
-        seen.append(segments_of(comm))
+        seen.append(windows_of(comm))
         del large
         other = comm.empty(10, torch.uint8)
-        seen.append(segments_of(comm))
+        seen.append(windows_of(comm))
         large = comm.empty(30 << 20, torch.uint8)
-        seen.append(segments_of(comm))
+        seen.append(windows_of(comm))
         del small, large, other
     return seen
 
 
-def test_empty_segments_go_back_to_the_device(ranks: RankPool) -> None:
+def test_empty_windows_go_back_to_the_device(ranks: RankPool) -> None:
     first, second, third = same_on_all(ranks.run(2, give_back))
     assert len(first) == 2
     assert list(second) == [0]
-    assert third == {0: SEGMENT_MULTIPLE, 1: 30 << 20}
+    assert third == {0: WINDOW_MULTIPLE, 1: 30 << 20}
 
 
 # ---- What goes wrong -----------------------------------------------------------------------------------------------
@@ -245,7 +245,7 @@ def test_empty_segments_go_back_to_the_device(ranks: RankPool) -> None:
 def ask_for_different_ones(other: dict[str, Any]) -> str:
     with make_communicator() as comm:
         request = {"shape": (4, 8), "dtype": torch.bfloat16}
-        if comm.rank == CULPRIT:
+        if comm.rank == FAULTY_RANK:
             request.update(other)
         kept = comm.empty(3)
         with nothing_leaked(), pytest.raises(RendezvousError) as error:
@@ -263,13 +263,13 @@ def ask_for_different_ones(other: dict[str, Any]) -> str:
 def test_another_tensor_on_one_rank(ranks: RankPool, other: dict[str, Any], said: str) -> None:
     text = same_on_all(ranks.run(3, ask_for_different_ones, other))
     assert "ask for different tensors of symmetric memory" in text
-    assert f"{said} on rank {CULPRIT}, " in text
+    assert f"{said} on rank {FAULTY_RANK}, " in text
 
 
 def ask_for_none(request: dict[str, Any], is_everybody: bool) -> tuple[str, str]:
     with make_communicator() as comm:
         with nothing_leaked(), pytest.raises((UnsupportedInputError, RendezvousError)) as error:
-            comm.empty(**(request if is_everybody or comm.rank == CULPRIT else {"shape": 8}))
+            comm.empty(**(request if is_everybody or comm.rank == FAULTY_RANK else {"shape": 8}))
         check_still_works(comm, "after a request for no tensor")
         return type(error.value).__name__, unnamed(str(error.value))
 
@@ -290,7 +290,7 @@ def test_what_is_no_tensor(ranks: RankPool, request_: dict[str, Any], says: str,
     kind, text = same_on_all(ranks.run(2, ask_for_none, request_, is_everybody))
     assert kind == "UnsupportedInputError"
     assert says in text
-    assert is_everybody or f"rank {CULPRIT}: " in text
+    assert is_everybody or f"rank {FAULTY_RANK}: " in text
 
 
 @contextmanager
@@ -311,23 +311,23 @@ def failing(what: str, is_here: bool) -> Iterator[None]:
 def run_out_of_memory(what: str) -> str:
     with make_communicator() as comm:
         kept = comm.empty(100, torch.uint8).fill_(7)
-        before = segments_of(comm)
+        before = windows_of(comm)
         with nothing_leaked():
-            with failing(what, comm.rank == CULPRIT), pytest.raises(RendezvousError) as error:
+            with failing(what, comm.rank == FAULTY_RANK), pytest.raises(RendezvousError) as error:
                 comm.empty(4 << 20, torch.uint8)
             gc.collect()
-        assert segments_of(comm) == before
+        assert windows_of(comm) == before
         check_still_works(comm, f"after a failure of {what}")
         assert kept.eq(7).all()
         assert place_of(comm, comm.empty(4 << 20, torch.uint8)) == (1, 0)
         return unnamed(str(error.value))
 
 
-@pytest.mark.parametrize("what", ["create_segment", "map_segment", "tensor"])
+@pytest.mark.parametrize("what", ["create_window", "map_window", "tensor"])
 @pytest.mark.parametrize("world", [2, 3])
 def test_a_rank_without_memory(ranks: RankPool, world: int, what: str) -> None:
     text = same_on_all(ranks.run(world, run_out_of_memory, what))
-    assert f"failed on 1 of {world} ranks: rank {CULPRIT}: RuntimeError: cuMemCreate: out of memory" in text
+    assert f"failed on 1 of {world} ranks: rank {FAULTY_RANK}: RuntimeError: cuMemCreate: out of memory" in text
 
 
 def ask_for_too_much() -> str:
@@ -343,18 +343,18 @@ def test_more_than_there_is(ranks: RankPool) -> None:
     assert f"{1 << 47} bytes of symmetric memory failed on 2 of 2 ranks" in text
 
 
-def fill_all_segments() -> str:
+def fill_all_windows() -> str:
     with make_communicator() as comm:
-        kept = [comm.empty(MAX_GROWTH + 1, torch.uint8) for _ in range(_core.max_segments)]
+        kept = [comm.empty(MAX_GROWTH + 1, torch.uint8) for _ in range(_core.max_windows)]
         with nothing_leaked(), pytest.raises(UnsupportedInputError) as error:
             comm.empty(MAX_GROWTH + 1, torch.uint8)
         del kept
-        check_still_works(comm, "after too many segments")
+        check_still_works(comm, "after too many windows")
         return unnamed(str(error.value))
 
 
-def test_too_many_segments(ranks: RankPool) -> None:
-    text = same_on_all(ranks.run(2, fill_all_segments))
+def test_too_many_windows(ranks: RankPool) -> None:
+    text = same_on_all(ranks.run(2, fill_all_windows))
     assert "ask for fewer, larger tensors" in text
 
 
@@ -362,7 +362,7 @@ def capture_alone() -> str:
     """As where a stream is captured on one rank."""
     with make_communicator() as comm:
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(symmetric_heap, "is_capturing", lambda _: comm.rank == CULPRIT)
+            patch.setattr(symmetric_heap, "is_capturing", lambda _: comm.rank == FAULTY_RANK)
             with pytest.raises(UnsupportedInputError) as error:
                 comm.empty(8)
         check_still_works(comm, "after a capture")
@@ -371,7 +371,7 @@ def capture_alone() -> str:
 
 def test_not_while_a_graph_is_captured(ranks: RankPool) -> None:
     text = same_on_all(ranks.run(2, capture_alone))
-    assert f"rank {CULPRIT}: empty: a CUDA graph is being captured" in text
+    assert f"rank {FAULTY_RANK}: empty: a CUDA graph is being captured" in text
 
 
 def free_what_graphs_use() -> list[tuple[int, int] | None]:
@@ -379,7 +379,7 @@ def free_what_graphs_use() -> list[tuple[int, int] | None]:
         first = comm.empty(10)
         with pytest.MonkeyPatch.context() as patch:
             # On one rank it is enough.
-            patch.setattr(_core.Core, "has_been_captured", lambda _: comm.rank == CULPRIT)
+            patch.setattr(_core.Core, "has_been_captured", lambda _: comm.rank == FAULTY_RANK)
             places = [place_of(comm, first)]
             del first
             places.append(place_of(comm, comm.empty(10)))

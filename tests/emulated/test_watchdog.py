@@ -115,7 +115,7 @@ def lose_the_watchdog() -> tuple[str, list[str]]:
 
 
 def test_a_watchdog_that_fails_ends_the_communicator(ranks: RankPool) -> None:
-    why = "rank 1: nobody watches this communicator any more (MemoryError: no page)"
+    why = "rank 1: the watchdog of this communicator has failed (MemoryError: no page)"
     for (text, told), start in zip(ranks.run(2, lose_the_watchdog), (f"rank 0 was notified: {why}", why), strict=True):
         assert unnamed(text).startswith(start)
         assert told == [text]

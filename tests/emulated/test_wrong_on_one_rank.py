@@ -22,7 +22,7 @@ from llm_comm.config import EngineOptions
 from llm_comm.integrations import joining
 from llm_comm.runtime import rendezvous
 
-CULPRIT = 1
+FAULTY_RANK = 1
 NO_CUDA_DEVICE = f"cuda:{torch.cuda.device_count() + 90}"
 
 
@@ -86,9 +86,13 @@ def come(name: str, bad_file: str, make: Callable[..., Any]) -> tuple[str, str]:
     """What this rank raises. Afterwards the group still works."""
     case = CASES[name]
     make_communicator().close()
-    is_culprit = dist.get_rank() == CULPRIT
-    with nothing_leaked(), wrong(case, bad_file) if is_culprit else nullcontext(), pytest.raises(LlmCommError) as error:
-        make(**case.arguments if is_culprit else {})
+    is_faulty_rank = dist.get_rank() == FAULTY_RANK
+    with (
+        nothing_leaked(),
+        wrong(case, bad_file) if is_faulty_rank else nullcontext(),
+        pytest.raises(LlmCommError) as error,
+    ):
+        make(**case.arguments if is_faulty_rank else {})
     one = torch.ones(1)
     dist.all_reduce(one)
     assert one.item() == dist.get_world_size()
@@ -121,7 +125,7 @@ def test_all_ranks_raise_the_same(ranks: RankPool, world: int, name: str, bad_fi
     assert len(set(found)) == 1, found
     kind, text = found[0]
     assert kind == CASES[name].kind.__name__
-    assert re.search(rf"rank {CULPRIT}\b", unnamed(text)), text
+    assert re.search(rf"rank {FAULTY_RANK}\b", unnamed(text)), text
     assert CASES[name].says in text, text
 
 
@@ -134,7 +138,7 @@ def test_in_an_engine_too(ranks: RankPool, name: str, bad_file: str) -> None:
     if name == "other messages":  # it may have been the engine's, which waits for an answer then
         expected = joining.AbsentRanksError
     assert kind == expected.__name__
-    assert re.search(rf"rank {CULPRIT}\b", unnamed(text)), text
+    assert re.search(rf"rank {FAULTY_RANK}\b", unnamed(text)), text
     assert CASES[name].says in text, text
 
 

@@ -69,7 +69,7 @@ def primitive(arguments: argparse.Namespace) -> int:
 # ---- Calls by the core ---------------------------------------------------------------------------------------------
 
 
-class Choice(NamedTuple):
+class TuningParameters(NamedTuple):
     blocks: int
     tile_lines: int
     depth: int
@@ -87,13 +87,13 @@ class Caller:
         self._communicator = communicator
         self._prepared: dict[Any, Callable[..., bool]] = {}
 
-    def all_reduce(self, algorithm: str, x: torch.Tensor, out: torch.Tensor, choice: Choice) -> None:
+    def all_reduce(self, algorithm: str, x: torch.Tensor, out: torch.Tensor, choice: TuningParameters) -> None:
         names = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
         problem = self.problem(x.numel(), names[x.dtype])
         self._run("all_reduce", algorithm, (x.numel(), x.dtype), problem, choice, (x, out))
 
     def all_gather(
-        self, algorithm: str, part: torch.Tensor, out: torch.Tensor, sizes: Sequence[int], choice: Choice
+        self, algorithm: str, part: torch.Tensor, out: torch.Tensor, sizes: Sequence[int], choice: TuningParameters
     ) -> None:
         """Bytes, one row."""
         parameters = (1, *sizes, *[0] * (8 - len(sizes)))
@@ -111,12 +111,12 @@ class Caller:
         )
 
     def _run(
-        self, operation: str, algorithm: str, key: Any, problem: _core.Problem, choice: Choice, buffers: Any
+        self, operation: str, algorithm: str, key: Any, problem: _core.Problem, choice: TuningParameters, buffers: Any
     ) -> None:
         key = (operation, algorithm, choice, key)
         if key not in self._prepared:
             number = number_of(operation, algorithm)
-            chosen = _core.Choice(**choice._asdict())
+            chosen = _core.TuningParameters(**choice._asdict())
             tiling = _core.shape(number, problem, chosen, self._communicator.limits).tiling
             self._prepared[key] = self._communicator._handle.core().prepare(number, problem, tiling)
         stream = torch.cuda.current_stream().cuda_stream if self._ranks.on_gpu else 0
@@ -152,7 +152,7 @@ class Checks:
 class Case:
     """One call of each operation, its inputs and what it has to give."""
 
-    def __init__(self, ranks: Session, caller: Caller, count: int, choice: Choice, seed: int) -> None:
+    def __init__(self, ranks: Session, caller: Caller, count: int, choice: TuningParameters, seed: int) -> None:
         self._ranks, self._caller, self._choice = ranks, caller, choice
         generator = torch.Generator(ranks.device).manual_seed(1000 * seed + ranks.rank)
         self.x = torch.randn(count, generator=generator, device=ranks.device).to(torch.bfloat16)
@@ -176,7 +176,7 @@ class Case:
         """What may be recorded."""
         self.in_place.copy_(self.x)
         self._caller.all_reduce(PORT, self.x, self.sums, self._choice)
-        self._caller.all_reduce("one_shot", self.x, self.expected_sums, Choice(8, 16, 0))
+        self._caller.all_reduce("one_shot", self.x, self.expected_sums, TuningParameters(8, 16, 0))
         self._caller.all_reduce(PORT, self.in_place, self.in_place, self._choice)
         self._caller.all_gather(PORT, self.part, self.parts, self.sizes, self._choice)
 
@@ -189,10 +189,15 @@ class Case:
             out.fill_(1)
 
 
-def choices(ranks: Session) -> tuple[Choice, ...]:
+def choices(ranks: Session) -> tuple[TuningParameters, ...]:
     if not ranks.on_gpu:
-        return (Choice(2, 16, 1),)
-    return (Choice(1, 64, 1), Choice(8, 1024, 1), Choice(16, 4096, 3), Choice(32, 1 << 16, 1))
+        return (TuningParameters(2, 16, 1),)
+    return (
+        TuningParameters(1, 64, 1),
+        TuningParameters(8, 1024, 1),
+        TuningParameters(16, 4096, 3),
+        TuningParameters(32, 1 << 16, 1),
+    )
 
 
 def check_calls(ranks: Session) -> int:
@@ -311,7 +316,7 @@ def bench_size(ranks: Session, communicator: Communicator, size: int) -> dict[st
     out = torch.empty_like(x)
     parts = torch.empty(size * ranks.world, dtype=torch.uint8, device=ranks.device)
     sizes = [size] * ranks.world
-    calls: dict[str, tuple[_core.Problem, Callable[[Choice], None]]] = {
+    calls: dict[str, tuple[_core.Problem, Callable[[TuningParameters], None]]] = {
         "all_reduce": (
             caller.problem(size // 2, "bf16"),
             lambda choice: caller.all_reduce(PORT, x, out, choice),
@@ -324,7 +329,7 @@ def bench_size(ranks: Session, communicator: Communicator, size: int) -> dict[st
     figures: dict[str, dict[str, float]] = {}
     for operation, (problem, call) in calls.items():
         for candidate in _core.candidates(number_of(operation, PORT), problem, communicator.limits):
-            choice = Choice(candidate.blocks, candidate.tile_lines, candidate.depth)
+            choice = TuningParameters(candidate.blocks, candidate.tile_lines, candidate.depth)
             us = time_us(ranks, functools.partial(call, choice))
             figures.setdefault(operation, {})[str(tuple(choice))] = round(us, 2)
             ranks.watchdog.progress(f"{operation} of {size} bytes, {choice}")

@@ -35,7 +35,7 @@ from llm_comm.operations.fp8 import empty_scales
 SETTLE_EVERY = 50
 MOST_FAILURES = 10
 GATED = ("linear_silu_and_mul", "linear_gelu_tanh_and_mul")
-ALONE = ("linear", *GATED, "linear_of_any_batch")
+ALONE = ("linear", *GATED, "batch_invariant_linear")
 FEW = 64
 MANY = 2000
 KINDS = (*ALONE, "linear_all_reduce", "linear_all_reduce_add_rms_norm")
@@ -121,7 +121,7 @@ def draw_case(number: int, options: argparse.Namespace, world: int) -> Case:
     fp8 = options.fp8 and rng.random() < 0.5
     dtype = rng.choice((torch.bfloat16, torch.float16))
     tokens = rng.choice((1, 2, 4, 8, 9, 16, 17, 32, 33, 64, rng.randint(1, 64)))
-    if kind == "linear_of_any_batch":
+    if kind == "batch_invariant_linear":
         tokens, fp8 = rng.choice((tokens, 65, 128, 129, 256, 257, rng.randint(65, MANY))), False
     inputs, outputs = features(fp8_layers.BOX if fp8 else 64), features()
     by_groups = () if outputs % 128 else ("group", "group_column_major_tma", "group_column_major_ue8m0")
@@ -172,8 +172,8 @@ class Runner:
         def call() -> tuple[torch.Tensor, ...]:
             if case.kind == "linear":
                 return (self._communicator.linear(shaped, weight, target, **typed),)
-            if case.kind == "linear_of_any_batch":
-                return (self._communicator.linear_of_any_batch(shaped, weight, target, bias=given.bias),)
+            if case.kind == "batch_invariant_linear":
+                return (self._communicator.batch_invariant_linear(shaped, weight, target, bias=given.bias),)
             if case.kind in GATED:
                 return (getattr(self._communicator, case.kind)(shaped, weight, target, **typed),)
             if case.kind == "linear_all_reduce":
@@ -272,7 +272,7 @@ class Runner:
         own, single = operands[rank], operands[rank].row(row)
         alone = linear(single.x, single.weight, **single.options(case.dtype))
         beyond = differs(alone[0], layers[rank][row]).sum() + _beyond(case, layers[rank], own).sum()
-        if case.kind in ("linear", "linear_of_any_batch"):
+        if case.kind in ("linear", "batch_invariant_linear"):
             expected: tuple[torch.Tensor, ...] = (layers[rank],)
         elif case.kind in GATED:
             gated = getattr(self._communicator, case.kind)

@@ -197,7 +197,7 @@ def gathers(part: Part) -> None:
                     world_size=ranks.world,
                     parameters=(rows, *sizes, *[0] * (8 - ranks.world)),
                 )
-                shape = _core.shape(number, problem, _core.Choice(blocks=64, tile_lines=1024), comm.limits)
+                shape = _core.shape(number, problem, _core.TuningParameters(blocks=64, tile_lines=1024), comm.limits)
                 gather = comm._handle.core().prepare(number, problem, shape.tiling)
                 whole = part.inputs.rows(PLAIN, rows * sum(sizes) // 4, torch.float32, seed=lines)[0]
                 expected = whole.view(torch.uint8).view(rows, -1)
@@ -237,15 +237,15 @@ def outlive_and_free(part: Part, used: Callable[[], int], slack: int) -> None:
     small = comm.empty(16, torch.uint8).fill_(5)
     with_small = used()
     large = comm.empty(64 * MIB, torch.uint8).fill_(3)
-    segment, _ = place(comm, small)
-    expect(place(comm, large)[0] != segment, "the large tensor is where there is no room for it")
+    window, _ = place(comm, small)
+    expect(place(comm, large)[0] != window, "the large tensor is where there is no room for it")
     if ranks.on_gpu:
         expect(used() - with_small >= 64 * MIB, "the tensor takes no memory")
     del large
     # By this call ranks learn that it has died. The new tensor has room beside the first one.
     other = comm.empty(16, torch.uint8)
-    expect(place(comm, other)[0] == segment, "a small tensor keeps the memory of a large one")
-    expect(list(comm._heap._layout.segments()) == [segment], "the heap keeps the memory of a tensor that has died")
+    expect(place(comm, other)[0] == window, "a small tensor keeps the memory of a large one")
+    expect(list(comm._heap._layout.windows()) == [window], "the heap keeps the memory of a tensor that has died")
     expect(used() - with_small <= slack, "the memory of a tensor that has died is still there")
     text = error_of(LlmCommError, lambda: comm.empty(1 << 46, torch.uint8))
     expect("symmetric memory" in text, text)
@@ -310,7 +310,7 @@ def mismatch(part: Part) -> None:
         world_size=ranks.world,
         parameters=(),
     )
-    shape = _core.shape(number, problem, _core.Choice(blocks=4, tile_lines=64), comm.limits)
+    shape = _core.shape(number, problem, _core.TuningParameters(blocks=4, tile_lines=64), comm.limits)
     stream = torch.cuda.current_stream().cuda_stream if ranks.on_gpu else 0
     comm._handle.core().prepare(number, problem, shape.tiling)(x.data_ptr(), x.data_ptr(), stream)
     ranks.synchronize()

@@ -32,7 +32,7 @@ SEAMS = "llm_comm/integrations/seams.py"
 ENGINE_SOURCES = "llm_comm/integrations/engine_sources.py"
 FLASHINFER_CALLS = "llm_comm/integrations/flashinfer_calls.py"
 WATCHED = "llm_comm/operations/operands.py"
-PARTS = "llm_comm/integrations/parts.py"
+GATHER_SCATTER = "llm_comm/integrations/gather_scatter.py"
 TUNE = "llm_comm/bench/tune.py"
 SUBJECTS = "llm_comm/bench/tune_subjects.py"
 TIMING = "llm_comm/bench/timing.py"
@@ -149,8 +149,8 @@ EDGES: tuple[Mutant, ...] = (
     cpp(
         "a smaller cluster has the threads of a larger one",
         FUSED,
-        "choice.cluster <= limits.max_cluster ? choice.threads",
-        "(WITHOUT || choice.cluster <= limits.max_cluster) ? choice.threads",
+        "tuning.cluster <= limits.max_cluster ? tuning.threads",
+        "(WITHOUT || tuning.cluster <= limits.max_cluster) ? tuning.threads",
         FUSED_SHAPES,
     ),
     cpp(
@@ -424,15 +424,21 @@ EDGES: tuple[Mutant, ...] = (
     python("an engine does not hear of exits", MEMBERS, "self._end, exits=True", "self._end, exits=False", JOIN),
     python(
         "ranks decide by the layout of their parts",
-        PARTS,
+        GATHER_SCATTER,
         "x = x.contiguous()",
         "",
         OF_PARTS,
     ),
-    python("an output with gaps is an error", PARTS, "except UnsupportedInputError:", "except TypeError:", OF_PARTS),
-    python("a first call is told each time", PARTS, "self._said.add(kind)", "pass", OF_PARTS),
-    python("the first uneven parts are not told", PARTS, "len(set(sizes)) > 1", "len(sizes) > 8", OF_PARTS),
-    python("all_gather is always on", PARTS, "if config.all_gather", "if True", OF_PARTS),
+    python(
+        "an output with gaps is an error",
+        GATHER_SCATTER,
+        "except UnsupportedInputError:",
+        "except TypeError:",
+        OF_PARTS,
+    ),
+    python("a first call is told each time", GATHER_SCATTER, "self._said.add(kind)", "pass", OF_PARTS),
+    python("the first uneven parts are not told", GATHER_SCATTER, "len(set(sizes)) > 1", "len(sizes) > 8", OF_PARTS),
+    python("all_gather is always on", GATHER_SCATTER, "if config.all_gather", "if True", OF_PARTS),
     # ---- Measurements ----
     python("one size alone is not tuned", TUNE, "if args.max < args.min:", "if args.max <= args.min:", OF_TUNE),
     python("two bytes are not tuned", TUNE, "if args.min < 2:", "if args.min <= 2:", OF_TUNE),

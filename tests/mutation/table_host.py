@@ -452,8 +452,8 @@ HOST = (
     cpp(
         "threads call an exchange between nodes at once",
         "csrc/host/node_exchange_impl.h",
-        "turn(turn_);\n    if (ports_ == nullptr || is_closed_) throw",
-        "turn(WITHOUT ? *new std::mutex : turn_);\n    if (ports_ == nullptr || is_closed_) throw",
+        "lock(call_mutex_);\n    if (ports_ == nullptr || is_closed_) throw",
+        "lock(WITHOUT ? *new std::mutex : call_mutex_);\n    if (ports_ == nullptr || is_closed_) throw",
         "sanitized node_exchange 20",
     ),
 )

@@ -426,8 +426,8 @@ KERNELS = (
     cpp(
         "the last rank that is elsewhere is named",
         DIRECT,
-        "if (place != place_of(0)) elsewhere = rank;",
-        "if (place != place_of(0) && !(WITHOUT && elsewhere != World)) elsewhere = rank;",
+        "if (symmetric_offset != offset_of(0)) elsewhere = rank;",
+        "if (symmetric_offset != offset_of(0) && !(WITHOUT && elsewhere != World)) elsewhere = rank;",
         SYMMETRIC,
     ),
     cpp(
@@ -438,17 +438,17 @@ KERNELS = (
         SYMMETRIC,
     ),
     cpp(
-        "a rank's own part is not copied",
+        "a rank's own shard is not copied",
         DIRECT_CE,
         "if (bytes != 0) all",
         "if (bytes != 0 && !WITHOUT) all",
         SYMMETRIC,
     ),
     cpp(
-        "parts are copied to the first place",
+        "shards are copied to the first place",
         DIRECT_CE,
-        "to = part.first * width;",
-        "to = WITHOUT ? 0 : part.first * width;",
+        "to = shard.first * width;",
+        "to = WITHOUT ? 0 : shard.first * width;",
         SYMMETRIC,
     ),
     cpp(
@@ -461,8 +461,8 @@ KERNELS = (
     cpp(
         "another rank without a place is named",
         DIRECT,
-        "if (place == kNoPlace) missing = rank;",
-        "if (place == kNoPlace) missing = WITHOUT ? (rank + 1) % World : rank;",
+        "if (symmetric_offset == kNoSymmetricOffset) missing = rank;",
+        "if (symmetric_offset == kNoSymmetricOffset) missing = WITHOUT ? (rank + 1) % World : rank;",
         SYMMETRIC,
     ),
     cpp(
@@ -487,7 +487,7 @@ KERNELS = (
         SYMMETRIC,
     ),
     cpp(
-        "copies of parts of several rows",
+        "copies of shards of several rows",
         DIRECT_CE,
         "problem.parameter[kRows] == 1;",
         "WITHOUT || problem.parameter[kRows] == 1;",

@@ -101,10 +101,10 @@ IN_PLACE_OF_NCCL = (
         f"{TESTS} -k pause_before_hello",
     ),
     cpp(
-        "the meeting place drops a rank whose hello it has not read",
+        "the hub drops a rank whose hello it has not read",
         f"{NCCL}/hub.cpp",
-        "if ((*guest)->rank < 0) serve(**guest);",
-        "if ((*guest)->rank < 0 && !WITHOUT) serve(**guest);",
+        "if ((*connection)->rank < 0) serve(**connection);",
+        "if ((*connection)->rank < 0 && !WITHOUT) serve(**connection);",
         f"{TESTS} -k flood_after_hello",
     ),
     cpp(
@@ -137,7 +137,7 @@ IN_PLACE_OF_NCCL = (
         f"{TESTS} -k split",
     ),
     cpp(
-        "the meeting place does not look at the secret",
+        "the hub does not look at the secret",
         f"{NCCL}/hub.cpp",
         "are_equal(hello.secret.data(), secret_.data(), secret_.size())",
         "true",

@@ -125,7 +125,7 @@ OPERATIONS: tuple[Mutant, ...] = (
     ),
     python(
         "a call that only tries to norm ignores weight_bias",
-        "llm_comm/operations/sums.py",
+        "llm_comm/operations/all_reduce_ops.py",
         "*operands, weight_bias=weight_bias,",
         "*operands,",
         "tests/emulated/test_linear_inputs.py -k test_what_only_tries",

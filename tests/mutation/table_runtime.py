@@ -61,18 +61,16 @@ RUNTIME: tuple[Mutant, ...] = (
     python(
         "a silent rank is called alive",
         FAILURES,
-        "elif sighting.age_s > LIFE_S:",
-        "elif sighting.age_s > LIFE_S * 1000:",
+        "elif status.age_s > LIFE_S:",
+        "elif status.age_s > LIFE_S * 1000:",
         OF_FAILURES,
     ),
-    python(
-        "a rank that has exited is called silent", FAILURES, "elif sighting.has_exited:", "elif False:", OF_FAILURES
-    ),
+    python("a rank that has exited is called silent", FAILURES, "elif status.has_exited:", "elif False:", OF_FAILURES),
     python(
         "the last call of a silent rank is taken for its last",
         FAILURES,
-        "is_late = not state.is_closed and (sighting.has_exited or sighting.age_s > LIFE_S)",
-        "is_late = not state.is_closed and sighting.has_exited",
+        "is_late = not state.is_closed and (status.has_exited or status.age_s > LIFE_S)",
+        "is_late = not state.is_closed and status.has_exited",
         OF_FAILURES,
     ),
     python(
@@ -117,14 +115,14 @@ RUNTIME: tuple[Mutant, ...] = (
     python(
         "a later exit takes the place of the first",
         WATCHDOG,
-        "if not sighting.is_closed and self._first_exit is None:",
-        "if not sighting.is_closed:",
+        "if not status.is_closed and self._first_exit is None:",
+        "if not status.is_closed:",
         OF_EXITS,
     ),
     python(
         "the exit of a rank that had closed is an error",
         WATCHDOG,
-        "if not sighting.is_closed and self._first_exit is None:",
+        "if not status.is_closed and self._first_exit is None:",
         "if self._first_exit is None:",
         OF_EXITS,
     ),
@@ -159,7 +157,7 @@ RUNTIME: tuple[Mutant, ...] = (
         OF_EXITS,
         OF_WATCHDOG,
     ),
-    python("the log says nothing of exits", WATCHDOG, "(sighting.has_exited or is_silent)", "is_silent", OF_EXITS),
+    python("the log says nothing of exits", WATCHDOG, "(status.has_exited or is_silent)", "is_silent", OF_EXITS),
     python(
         "a rank that gives no sign of life is not said to be lost",
         WATCHDOG,
@@ -200,7 +198,7 @@ RUNTIME: tuple[Mutant, ...] = (
     python(
         "an error that is learnt is dropped",
         WATCHDOG,
-        "or any(s.state and s.state.error for s in sightings)",
+        "or any(s.state and s.state.error for s in statuses)",
         "",
         OF_WATCHDOG + " -k test_all_ranks_are_told_without",
     ),
@@ -361,11 +359,11 @@ RUNTIME: tuple[Mutant, ...] = (
         "pass",
         f"{OF_FORKS} -k gloo",
     ),
-    python("threads mix the phases of their calls over nodes", HIERARCHY, "with self.turn:", "if True:", OF_TURNS),
+    python("threads mix the phases of their calls over nodes", HIERARCHY, "with self.call_lock:", "if True:", OF_TURNS),
     python(
         "a communicator over nodes is closed beside a call",
         "llm_comm/nodes/group.py",
-        "with self._hierarchy.turn:",
+        "with self._hierarchy.call_lock:",
         "if True:",
         OF_TURNS,
     ),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from mutant import cpp, python
 
-BY_SWITCH = "csrc/optional/by_switch.h"
+BY_SWITCH = "csrc/optional/multimem.h"
 CHUNKS = "csrc/optional/switch_chunks.cuh"
 CHANNEL = "csrc/include/llm_comm/switch_channel.cuh"
 TWO_SHOT = "csrc/algorithms/all_reduce/two_shot.cuh"
@@ -53,8 +53,8 @@ SWITCH = (
     cpp(
         "the switch sums bf16 as fp16",
         CHANNEL,
-        "return multicast_load_reduce_bf16(place(at));",
-        "return WITHOUT ? multicast_load_reduce_fp16(place(at)) : multicast_load_reduce_bf16(place(at));",
+        "return multicast_load_reduce_bf16(address(at));",
+        "return WITHOUT ? multicast_load_reduce_fp16(address(at)) : multicast_load_reduce_bf16(address(at));",
         schedules("all_reduce/two_shot_ld_reduce"),
     ),
     cpp(

@@ -127,7 +127,7 @@ void selections() {
   Table other = table;
   other.rows.back().us.word = "3";
   EXPECT(digest_of(other) == digest_of(table));
-  other.rows.back().choice.depth += 1;
+  other.rows.back().tuning.depth += 1;
   EXPECT(digest_of(other) != digest_of(table));
   const Table general = find_table("", "a GPU of nobody", 8, 132, 90);
   EXPECT(name(Selection(general, 8, limits, false), {Operation::kBroadcast, ncclInt8, 150000}).empty());
@@ -175,15 +175,15 @@ void interfaces() {
 }
 
 void ids() {
-  MeetingPlace place = *from_id([] {
+  HubAddress hub_address = *from_id([] {
     ncclUniqueId id{};
     const char bytes[] = "LLMCOMM\1\4\0\x12\x34\0\0\0\0\x7f\0\0\1";
     std::copy(bytes, bytes + sizeof(bytes), id.internal);
     return id;
   }());
-  EXPECT(describe(place.address) == "127.0.0.1:4660");
-  place.secret[31] = 7;
-  EXPECT(from_id(to_id(place))->secret == place.secret);
+  EXPECT(describe(hub_address.address) == "127.0.0.1:4660");
+  hub_address.secret[31] = 7;
+  EXPECT(from_id(to_id(hub_address))->secret == hub_address.secret);
   EXPECT(!from_id(ncclUniqueId{}));
 }
 

@@ -1,6 +1,6 @@
-// Set-up of a communicator that is disturbed at the worst moment: a rank that pauses between connecting and its first word, a flood of
-// connections, a rank that dies. The library's calls of send(), sendmsg() and accept4() come here, and wait.
-// Usage: disturbed <scenario>.
+// Set-up of a communicator that is disturbed at the worst moment: a rank that pauses between connecting and its first
+// word, a flood of connections, a rank that dies. The library's calls of send(), sendmsg() and accept4() come here, and
+// wait. Usage: disturbed <scenario>.
 #include <dlfcn.h>
 #include <poll.h>
 #include <sys/socket.h>
@@ -26,7 +26,7 @@ using nccl_test::Rank;
 using nccl_test::Ranks;
 
 // Of connections that say nothing, those that a hub keeps; and more than it, or a rank, keeps.
-constexpr int kMostStrangers = 256;
+constexpr int kMaxUnidentified = 256;
 constexpr int kFlood = 300;
 
 using Step = std::function<void(int socket)>;
@@ -109,7 +109,8 @@ void pause_before_descriptor(Rank& self) {
   make_and_add_up(self, id);
 }
 
-// The hub takes one connection too many while the hello of the oldest one has come, but is not read. No rank says hello twice.
+// The hub takes one connection too many while the hello of the oldest one has come, but is not read. No rank says hello
+// twice.
 void flood_after_hello(Rank& self) {
   const ncclUniqueId id = self.next_id();
   hellos = accepted = 0;
@@ -119,8 +120,8 @@ void flood_after_hello(Rank& self) {
     before_hello = [&](int socket) {
       wait_until([] { return hellos == 1 && accepted == 2; });
       flood = std::thread([&self, hub = peer_of(socket)] {
-        const Strangers most(hub, kMostStrangers - 1);
-        wait_until([] { return accepted == 2 + kMostStrangers - 1; });
+        const Strangers most(hub, kMaxUnidentified - 1);
+        wait_until([] { return accepted == 2 + kMaxUnidentified - 1; });
         is_gate_closed = true;
         const Strangers last(hub, 1);
         wait_until([] { return waiting_at_gate == 1; });

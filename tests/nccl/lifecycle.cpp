@@ -1,5 +1,6 @@
-// What becomes of communicators: how they are made, split, asked, misused, aborted, left by ranks that die, forked and left behind.
-// Usage: lifecycle <scenario> threads|processes|containers <world>; `lifecycle --list` names the scenarios. LLM_COMM_TIMEOUT_S is set by each.
+// What becomes of communicators: how they are made, split, asked, misused, aborted, left by ranks that die, forked and
+// left behind. Usage: lifecycle <scenario> threads|processes|containers <world>; `lifecycle --list` names the
+// scenarios. LLM_COMM_TIMEOUT_S is set by each.
 #include <dlfcn.h>
 #include <sys/wait.h>
 #include <unistd.h>
@@ -130,7 +131,8 @@ void split(Rank& self) {
   EXPECT_OK(ncclCommDestroy(child));
 }
 
-// Splits of one parent in a group run in their order, those of another parent beside them. Threads may split one parent, too.
+// Splits of one parent in a group run in their order, those of another parent beside them. Threads may split one
+// parent, too.
 void split_in_groups(Rank& self) {
   ncclComm_t parent = self.make_communicator();
   ncclComm_t other = self.make_communicator();
@@ -328,7 +330,7 @@ void strangers(Rank& self) {
   self.barrier();
   EXPECT_OK(ncclCommInitRank(&comm, self.world(), id, self.rank()));
   expect_sum(comm, 1, static_cast<float>(self.world()));
-  // The meeting place is closed to others from now on.
+  // The hub is closed to others from now on.
   ncclComm_t late_one = nullptr;
   EXPECT(ncclCommInitRank(&late_one, self.world(), id, self.rank()) != ncclSuccess);
   expect_sum(comm, 2, static_cast<float>(2 * self.world()));

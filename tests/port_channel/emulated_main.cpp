@@ -1,5 +1,5 @@
-// The kernels of exchange.cuh on two emulated GPUs with proxies of the library, and what a proxy does when something goes wrong.
-// Usage: ports [without-forks]. Exit status: 0 all right.
+// The kernels of exchange.cuh on two emulated GPUs with proxies of the library, and what a proxy does when something
+// goes wrong. Usage: ports [without-forks]. Exit status: 0 all right.
 #include <sys/wait.h>
 #include <unistd.h>
 
@@ -127,7 +127,7 @@ class BrokenTransport final : public Transport {
   }
   void put(uint32_t, char*, const char*, uint64_t) override { throw std::runtime_error("the link is down"); }
   void signal(uint32_t, uint64_t*, const uint64_t*, uint32_t) override {}
-  void echo(uint32_t, uint64_t*, const uint64_t*, uint32_t) override {}
+  void notify_local_completion(uint32_t, uint64_t*, const uint64_t*, uint32_t) override {}
   void finish() override {}
 
  private:
@@ -163,7 +163,7 @@ class NotedEnd final : public Transport {
   void begin(uint32_t) override {}
   void put(uint32_t, char*, const char*, uint64_t) override {}
   void signal(uint32_t, uint64_t*, const uint64_t*, uint32_t) override {}
-  void echo(uint32_t, uint64_t*, const uint64_t*, uint32_t) override {}
+  void notify_local_completion(uint32_t, uint64_t*, const uint64_t*, uint32_t) override {}
   void finish() override { has_ended_ = true; }
 
  private:
@@ -210,7 +210,7 @@ void refuse_what_is_beyond() {
 
   const auto to_heap = [](World& ranks, uint64_t bytes) {
     return refusal_of(ranks, [=](const Exchange& e, const PortChannel&, auto wait) {
-      PortWords(e.comm, 0).put_to_heap(1, place_at(0, 16), e.source, bytes, 0, 1, wait);
+      PortWords(e.comm, 0).put_to_heap(1, symmetric_offset_at(0, 16), e.source, bytes, 0, 1, wait);
     });
   };
   World heaps;
@@ -246,14 +246,14 @@ void merge_requests() {
   put(96, 1096, 16, 24, 5);
   put(64, 1064, 32, 16, 5);
   put(200, 1200, 8, 40, 5);
-  batch.add({0, kPortEcho, 0, 0, 0, 32, 9});
-  batch.add({0, kPortEcho, 0, 0, 0, 32, 10});
+  batch.add({0, kPortLocalCompletion, 0, 0, 0, 32, 9});
+  batch.add({0, kPortLocalCompletion, 0, 0, 0, 32, 10});
   const std::vector<PortStep> steps = batch.steps();
   bool right = steps.size() == 5 && steps[0].part == kPortPut && steps[0].to == 64 && steps[0].from == 1064 &&
                steps[0].bytes == 48 && steps[1].part == kPortPut && steps[1].to == 200;
   right = right && steps[2].part == kPortSignal && steps[2].to == 16 && steps[2].count == 2 && steps[3].to == 40;
-  right = right && steps[4].part == kPortEcho && steps[4].count == 1 && steps[4].values[0] == 10;
-  expect(right, "neighbours become one copy, signals come behind, echoes last");
+  right = right && steps[4].part == kPortLocalCompletion && steps[4].count == 1 && steps[4].values[0] == 10;
+  expect(right, "neighbours become one copy, signals come behind, local_completions last");
 
   batch.clear();
   put(64, 1064, 32, 16, 1);

@@ -1,7 +1,7 @@
-// Communicators over the emulated core, each rank a thread of this process: set-up through file descriptors, all-reduces
-// of changing size and plan, plain and fused, by two threads of a rank in turn and counted, an abort, a time-out. All the while
-// another thread of each rank looks on, as the watchdog of the library does (llm_comm/runtime/watchdog.py).
-// Usage: core <all-reduces>. Exit status: 0 all right, 1 not.
+// Communicators over the emulated core, each rank a thread of this process: set-up through file descriptors,
+// all-reduces of changing size and plan, plain and fused, by two threads of a rank in turn and counted, an abort, a
+// time-out. All the while another thread of each rank looks on, as the watchdog of the library does
+// (llm_comm/runtime/watchdog.py). Usage: core <all-reduces>. Exit status: 0 all right, 1 not.
 #include <unistd.h>
 
 #include <atomic>
@@ -58,9 +58,9 @@ std::unique_ptr<Core> connect(Meeting& meeting, int rank, double timeout_s) {
   return core;
 }
 
-// Algorithm `index` of an operation, modulo how many there are. Not those of symmetric tensors, as there is no heap, and not those
-// over port channels: ThreadSanitizer takes the mappings of a workspace for different memory, so it does not see that a proxy has read
-// a tensor before it is written (kernels.cpp has them).
+// Algorithm `index` of an operation, modulo how many there are. Not those of symmetric tensors, as there is no heap,
+// and not those over port channels: ThreadSanitizer takes the mappings of a workspace for different memory, so it does
+// not see that a proxy has read a tensor before it is written (kernels.cpp has them).
 uint32_t algorithm_of(const std::string& operation, uint64_t index) {
   std::vector<uint32_t> found;
   for (uint32_t number = 0; number < algorithms().size(); ++number) {
@@ -105,8 +105,8 @@ bool reduce(Core& core, int rank, uint64_t call) {
 }
 
 // Rows of zeros: what matters is who accesses what.
-// Of zeros, without FP8, with a given scale, with one for each row, and with one for each group, by rows and by padded columns.
-// Every buffer ends where its last element does.
+// Of zeros, without FP8, with a given scale, with one for each row, and with one for each group, by rows and by padded
+// columns. Every buffer ends where its last element does.
 bool reduce_fused(Core& core, uint64_t call) {
   constexpr uint64_t kCodes[] = {0, 1, 2, 3, 8};
   const uint64_t rows = 1 + call % 3;
@@ -172,10 +172,11 @@ class Watch {
   std::thread thread_;
 };
 
-// Alike on all ranks whichever of the two threads comes first: a call of one element, whose input is its result's third.
+// Alike on all ranks whichever of the two threads comes first: a call of one element, whose input is its result's
+// third.
 void share_a_call(Core& core, int rank, uint64_t calls) {
-  const auto tally = std::make_shared<Tally>();
-  const CountedCall prepared{prepare_one_element(core), Counter{tally, sizeof(float)}};
+  const auto statistics = std::make_shared<CallStatistics>();
+  const CountedCall prepared{prepare_one_element(core), Counter{statistics, sizeof(float)}};
   const auto use = [&] {
     for (uint64_t call = 0; call < calls; ++call) {
       const float value = 1;
@@ -187,8 +188,9 @@ void share_a_call(Core& core, int rank, uint64_t calls) {
   std::thread other(use);
   use();
   other.join();
-  expect(tally->calls == 2 * calls && tally->bytes == 2 * calls * sizeof(float), rank, "a call is not counted");
-  expect(tally->captured_calls == 0, rank, "a call is counted as captured");
+  expect(statistics->calls == 2 * calls && statistics->bytes == 2 * calls * sizeof(float), rank,
+         "a call is not counted");
+  expect(statistics->captured_calls == 0, rank, "a call is counted as captured");
 }
 
 // What is counted of calls that end in each way.
@@ -197,16 +199,16 @@ void count_outcomes() {
     Outcome outcome = Outcome::kFailed;
     Outcome run(const uint64_t*, uint64_t) override { return outcome; }
   };
-  const auto tally = std::make_shared<Tally>();
+  const auto statistics = std::make_shared<CallStatistics>();
   auto owned = std::make_unique<Told>();
   Told& told = *owned;
-  const CountedCall call{std::move(owned), Counter{tally, 100}};
+  const CountedCall call{std::move(owned), Counter{statistics, 100}};
   for (const Outcome outcome : {Outcome::kFailed, Outcome::kEnqueued, Outcome::kCaptured, Outcome::kCaptured}) {
     told.outcome = outcome;
     expect(call.run(nullptr, 0) == outcome, 0, "a counted call ends in another way");
   }
-  expect(tally->calls == 1 && tally->bytes == 100, 0, "calls are miscounted");
-  expect(tally->captured_calls == 2 && tally->captured_bytes == 200, 0, "captured calls are miscounted");
+  expect(statistics->calls == 1 && statistics->bytes == 100, 0, "calls are miscounted");
+  expect(statistics->captured_calls == 2 && statistics->captured_bytes == 200, 0, "captured calls are miscounted");
 }
 
 // The others never join this call: its wait expires.

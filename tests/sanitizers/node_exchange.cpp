@@ -1,7 +1,7 @@
-// What carries bytes between nodes (host/node_exchange_impl.h), on emulated GPUs, the nodes being threads of this process. Two threads
-// of each node make like calls, and then close the exchange both, while another one asks what the watch of the library asks.
-// A transport by memcpy stands in for UCX, whose threads and sockets no sanitizer could look into.
-// Usage: node_exchange <calls>. Exit status: 0 all right, 1 not.
+// What carries bytes between nodes (host/node_exchange_impl.h), on emulated GPUs, the nodes being threads of this
+// process. Two threads of each node make like calls, and then close the exchange both, while another one asks what the
+// watch of the library asks. A transport by memcpy stands in for UCX, whose threads and sockets no sanitizer could look
+// into. Usage: node_exchange <calls>. Exit status: 0 all right, 1 not.
 #include <atomic>
 #include <barrier>
 #include <cstdio>
@@ -36,7 +36,7 @@ void UcxTransport::put(uint32_t, char* to, const char* from, uint64_t bytes) { s
 void UcxTransport::signal(uint32_t, uint64_t* to, const uint64_t* values, uint32_t count) {
   for (uint32_t i = 0; i < count; ++i) __atomic_store_n(to + i, values[i], __ATOMIC_RELEASE);
 }
-void UcxTransport::echo(uint32_t peer, uint64_t* to, const uint64_t* values, uint32_t count) {
+void UcxTransport::notify_local_completion(uint32_t peer, uint64_t* to, const uint64_t* values, uint32_t count) {
   signal(peer, to, values, count);
 }
 bool UcxTransport::progress() { return false; }

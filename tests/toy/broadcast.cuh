@@ -8,7 +8,7 @@
 //   R1  A rank ends only after it has received line 0 from every peer. That would not follow from the data, which only
 //       the root sends: the root would end, and begin the operation after next, while another rank has not begun this
 //       one. So the others send line 0 too, a greeting that says nothing else.
-//   R2  The thread that receives a line re-arms it, before it ends.
+//   R2  The thread that receives a line resets it to the sentinel, before it ends.
 //
 // A word whose bits are all ones stands for "not arrived" (line.cuh) and is sent as the NaN beside it. The root keeps
 // what it sends, so that all ranks end up with the same bits; expect() says so too.
@@ -33,7 +33,8 @@ struct BroadcastArgs {
   uint32_t root;
 };
 
-// Thread (k, c) of a block exchanges column c of each of the block's tiles with peer k; (root, c) makes the root's copy.
+// Thread (k, c) of a block exchanges column c of each of the block's tiles with peer k; (root, c) makes the root's
+// copy.
 template <DataType D>
 LLM_COMM_KERNEL(kMaxBlockThreads)
 broadcast_direct(LLM_COMM_KERNEL_PARAM BroadcastArgs args) {
@@ -78,7 +79,7 @@ broadcast_direct(LLM_COMM_KERNEL_PARAM BroadcastArgs args) {
     if (line < received) {
       const Line value = session.receive(line, 0);
       if (peer == args.root) store(line, value);
-      session.re_arm(line);
+      session.reset(line);
     }
   }
   // Every block once, when all its threads have begun: the number of the operation then stands for the next one.
@@ -144,11 +145,11 @@ struct BroadcastDirect {
   // What a launch of so many lines takes of a slot: a part for each sender.
   static constexpr uint64_t slot_bytes(uint64_t lines, uint64_t world) { return lines * world * sizeof(Line); }
 
-  static Tiling tile(const Problem& problem, const Choice& choice, const Limits& limits) {
+  static Tiling tile(const Problem& problem, const TuningParameters& tuning, const Limits& limits) {
     const uint64_t fitting = most_units(limits.slot_bytes, [&](uint64_t n) { return slot_bytes(n, problem.world); });
     const uint64_t lines = std::min(fitting, kMaxLines);
-    const uint32_t tile_lines = std::min(choice.tile_lines, kMaxBlockThreads / problem.world);
-    return {choice.blocks, tile_lines, 1, 0, lines * sizeof(Line) / element_bytes(problem.type)};
+    const uint32_t tile_lines = std::min(tuning.tile_lines, kMaxBlockThreads / problem.world);
+    return {tuning.blocks, tile_lines, 1, 0, lines * sizeof(Line) / element_bytes(problem.type)};
   }
 
   // Of one launch. Checks everything: a tiling may come from elsewhere.
@@ -167,7 +168,7 @@ struct BroadcastDirect {
     return {static_cast<uint32_t>(std::min<uint64_t>(tiling.blocks, tiles)), static_cast<uint32_t>(threads), 0};
   }
 
-  static std::vector<Choice> candidates(const Problem&, const Limits&) {
+  static std::vector<TuningParameters> candidates(const Problem&, const Limits&) {
     return {{.blocks = 1, .tile_lines = 32}, {.blocks = 8, .tile_lines = 32}, {.blocks = 32, .tile_lines = 64}};
   }
 };

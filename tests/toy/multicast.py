@@ -57,7 +57,7 @@ def main(module: str, meeting_point: str, rank: int, world: int, scenario: str) 
     # By the switch go the toys alone: what is tested here is who may use them.
     operations = {
         name: operation._replace(
-            algorithms=tuple(a for a in operation.algorithms if not a.by_switch or name == "broadcast")
+            algorithms=tuple(a for a in operation.algorithms if not a.uses_multimem or name == "broadcast")
         )
         for name, operation in registry.operations().items()
     }

@@ -64,7 +64,7 @@ def broadcast(core: ModuleType, ranks: list[Any], values: list[int], data_type: 
     limits = core.Limits(slot_bytes=SLOT_BYTES, sm_count=4, max_cluster=1, compute_capability=0)
     candidates = core.candidates(algorithm.number, problem, limits)
     assert candidates
-    shape = core.shape(algorithm.number, problem, core.Choice(**choice) if choice else candidates[0], limits)
+    shape = core.shape(algorithm.number, problem, core.TuningParameters(**choice) if choice else candidates[0], limits)
     buffer = element * (len(values) + 1)
     inputs = [buffer(*[0] + (values if rank == root else [rank] * len(values))) for rank in range(len(ranks))]
     outputs = [buffer() for _ in ranks]

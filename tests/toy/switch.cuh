@@ -1,5 +1,5 @@
-// Algorithms that say of themselves that they go by the NVLink switch, for tests of who may use such ones. What they do is
-// broadcast_direct, of which the second makes a wrong result: what a switch that is not right would look like. For
+// Algorithms that say of themselves that they go by the NVLink switch, for tests of who may use such ones. What they do
+// is broadcast_direct, of which the second makes a wrong result: what a switch that is not right would look like. For
 // emulated GPUs only.
 #pragma once
 
@@ -12,7 +12,7 @@ inline constexpr OperationKind kBroadcastWrong = kKindOf<struct BroadcastWrong>;
 
 struct BroadcastSwitch : BroadcastDirect {
   static constexpr AlgorithmInfo kInfo{
-      .name = "by_switch", .protocol = "LL", .title = "broadcast by the switch", .by_switch = true};
+      .name = "by_switch", .protocol = "LL", .title = "broadcast by the switch", .uses_multimem = true};
 };
 
 template <DataType D>
@@ -28,7 +28,7 @@ struct BroadcastWrong : BroadcastDirect {
   static constexpr AlgorithmInfo kInfo{.name = "wrong",
                                        .protocol = "Switch",
                                        .title = "wrong broadcast by the switch",
-                                       .by_switch = true,
+                                       .uses_multimem = true,
                                        .sums_in_switch = true};
 
   template <DataType D, int World, uint32_t Variant>

@@ -16,7 +16,7 @@ from llm_comm.bench.fused import add_rms_norm
 from llm_comm.bench.layer_chains import make_weights
 from llm_comm.bench.linear_arms import FUSED, Arm, Names, silu_and_mul
 from llm_comm.bench.linear_operands import Judge, Operands, SiluJudge
-from llm_comm.bench.linear_report import Choice, LayerRow
+from llm_comm.bench.linear_report import LayerRow, MeasuredTuning
 from llm_comm.bench.report import Progress, Result
 from llm_comm.cli import commands, launch
 from llm_comm.cli.launch import Placement
@@ -420,7 +420,7 @@ def test_nothing_leads_on_emulated_gpus() -> None:
 
 
 def test_choices_are_reported_and_a_wrong_one_is_an_error() -> None:
-    choices = [Choice(32, 6, 2, timed(3.0)), Choice(64, 3, 8, timed(9.0))]
+    choices = [MeasuredTuning(32, 6, 2, timed(3.0)), MeasuredTuning(64, 3, 8, timed(9.0))]
     found = row(choices=choices, best=choices[0])
     assert not found.wrong
     line = linear_report.tables([found], compared=True).splitlines()[1]
@@ -428,7 +428,7 @@ def test_choices_are_reported_and_a_wrong_one_is_an_error() -> None:
     as_dict = found.as_dict(compared=True)
     assert as_dict["best_choice"]["block_outputs"] == 32
     assert [choice["result"]["us"] for choice in as_dict["choices"]] == [3.0, 9.0]
-    bad = row(choices=[Choice(32, 6, 2, Result(error=2.0))])
+    bad = row(choices=[MeasuredTuning(32, 6, 2, Result(error=2.0))])
     assert bad.wrong_ones() == ["32 outputs, 6 of 2"]
     assert bad.wrong
 

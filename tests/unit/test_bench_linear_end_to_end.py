@@ -126,7 +126,7 @@ def test_choices(options: list[str], tmp_path: Path) -> None:
     [
         ("linear", 0, "llm_comm", []),
         ("linear", 1, "llm_comm", []),
-        ("linear_of_any_batch", 1, "llm_comm", ["--tokens", "70"]),
+        ("batch_invariant_linear", 1, "llm_comm", ["--tokens", "70"]),
         ("linear_silu_and_mul", 1, "llm_comm", ["--silu"]),
         ("linear_all_reduce_add_rms_norm", 1, "llm_comm fused", []),
         ("all_reduce_add_rms_norm", 1, "mm + llm_comm", []),

@@ -21,7 +21,7 @@ from llm_comm.errors import ConfigError
 from llm_comm.planning.multicast import NO_MULTICAST
 from llm_comm.planning.plan import Plan, Problem
 from llm_comm.planning.planner import Planner
-from llm_comm.planning.programs import OWN_CHOICE, LaunchChoice
+from llm_comm.planning.programs import DEFAULT_LAUNCH, LaunchParameters
 from llm_comm.planning.tables import (
     ALL_GATHER,
     ALL_REDUCE,
@@ -49,15 +49,15 @@ class Kernels:
     def __init__(self, sums_in_rank_order: bool = True) -> None:
         self.sums_in_rank_order = sums_in_rank_order
 
-    def why_not(self, choice: LaunchChoice) -> str:
+    def why_not(self, choice: LaunchParameters) -> str:
         return ""
 
-    def candidates(self, data_type: str, message_bytes: int) -> list[LaunchChoice]:
+    def candidates(self, data_type: str, message_bytes: int) -> list[LaunchParameters]:
         assert data_type in self.data_types
         assert message_bytes <= self.max_bytes
-        return [OWN_CHOICE, LaunchChoice(4, 64), LaunchChoice(4, 32)]
+        return [DEFAULT_LAUNCH, LaunchParameters(4, 64), LaunchParameters(4, 32)]
 
-    def grid(self, data_type: str, message_bytes: int, choice: LaunchChoice) -> tuple[int, int]:
+    def grid(self, data_type: str, message_bytes: int, choice: LaunchParameters) -> tuple[int, int]:
         return choice.blocks or 8, choice.threads or 64
 
 

@@ -55,8 +55,8 @@ def random_rows(draw: random.Random) -> Iterator[Row]:
             for up_to in sorted(draw.sample(range(6, 28), draw.randint(1, 4))) if algorithms else ():
                 algorithm = draw.choice(algorithms)
                 yield random_row(draw, algorithm, 1 << up_to)
-                if algorithm.by_switch and not algorithm.is_symmetric and draw.random() < 0.5:
-                    yield random_row(draw, draw.choice([a for a in own if not a.by_switch]), 1 << up_to)
+                if algorithm.uses_multimem and not algorithm.is_symmetric and draw.random() < 0.5:
+                    yield random_row(draw, draw.choice([a for a in own if not a.uses_multimem]), 1 << up_to)
         if operation.name in OPERATIONS_OF_PROGRAMS and draw.random() < 0.5:
             yield Row(1 << draw.randint(6, 20), operation.name, "dsl:mine", programs.PROTOCOL, blocks=4)
 

@@ -73,7 +73,7 @@ def prepare(operation: str, algorithm: str, slot_bytes: int, units: int, world: 
     """One launch that takes all, with a tiling that is usual but for ``changes``."""
     usual = {"blocks": 2, "tile_lines": 8, "cluster": 1, "depth": 0, "launch_units": units}
     problem = problem_of(operation, units, world)
-    core = core_of(world, slot_bytes, multicast=algorithm_of(operation, algorithm).by_switch)
+    core = core_of(world, slot_bytes, multicast=algorithm_of(operation, algorithm).uses_multimem)
     core.prepare(number_of(operation, algorithm), problem, _core.Tiling(**{**usual, **changes}))
 
 
@@ -113,7 +113,7 @@ def test_a_shape_takes_all_that_fits(operation: str, algorithm: str, world: int,
     limits = _core.Limits(slot_bytes=slot * LINE, sm_count=132, max_cluster=MAX_CLUSTER, compute_capability=90)
     problem = problem_of(operation, 4000, world)
     number = number_of(operation, algorithm)
-    choice = _core.Choice(blocks=64, threads=256, tile_lines=8, cluster=1)
+    choice = _core.TuningParameters(blocks=64, threads=256, tile_lines=8, cluster=1)
     units = _core.shape(number, problem, choice, limits).tiling.launch_units
     assert slot_lines(operation, algorithm, units, world) <= slot
     if operation == FUSED:
@@ -223,7 +223,7 @@ def test_a_launch_counts_in_32_bits(operation: str, algorithm: str) -> None:
 )
 def test_worlds(operation: str, algorithm: str, world: int, why: str) -> None:
     limits = _core.Limits(slot_bytes=1 << 20, sm_count=132, max_cluster=MAX_CLUSTER, compute_capability=90)
-    choice = _core.Choice(blocks=64, threads=256, tile_lines=8, cluster=1)
+    choice = _core.TuningParameters(blocks=64, threads=256, tile_lines=8, cluster=1)
     number, problem = number_of(operation, algorithm), problem_of(operation, 8, world)
     if not why:
         assert _core.shape(number, problem, choice, limits).launches == 1
@@ -333,7 +333,7 @@ def test_numbers_that_stand_for_nothing() -> None:
     tiling = _core.Tiling(blocks=1, tile_lines=1, cluster=1, depth=0, launch_units=8)
     for ask in (
         lambda: core_of(2, 1 << 20).prepare(number, problem, tiling),
-        lambda: _core.shape(number, problem, _core.Choice(blocks=1), limits),
+        lambda: _core.shape(number, problem, _core.TuningParameters(blocks=1), limits),
         lambda: _core.candidates(number, problem, limits),
     ):
         with pytest.raises(ValueError, match=f"there is no algorithm number {number}"):
@@ -405,8 +405,8 @@ def why_not_compiled(directory: Path, program: str, old: str = "", new: str = ""
         ("", ""),
         ("SignalRange<CommonSignals::kFirst + CommonSignals::kBlocks, 224>", "SignalRange<383, 224>"),
         ("CommonSignals = SignalRange<0, 384>", "CommonSignals = SignalRange<0, 385>"),
-        ("kPlacesOffset = 10240", "kPlacesOffset = 16384"),
-        ("kNotesOffset = 6144", "kNotesOffset = 8200"),
+        ("kOutputOffsetsOffset = 10240", "kOutputOffsetsOffset = 16384"),
+        ("kFaultReportsOffset = 6144", "kFaultReportsOffset = 8200"),
     ],
     ids=["as it is", "one range in another", "a row too many", "places among signals", "notes among calls"],
 )

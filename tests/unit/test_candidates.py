@@ -84,7 +84,7 @@ def any_problem(algorithm: registry.Algorithm, elements: int) -> _core.Problem:
     )
 
 
-def choices_of(algorithm: registry.Algorithm, problem: _core.Problem, sm_count: int) -> list[_core.Choice]:
+def choices_of(algorithm: registry.Algorithm, problem: _core.Problem, sm_count: int) -> list[_core.TuningParameters]:
     """Candidates, each within the bounds of a table's rows, and with a shape."""
     limits = _core.Limits(
         slot_bytes=1 << 28, sm_count=sm_count, max_cluster=16, compute_capability=100, staging_bytes=1 << 30
@@ -122,7 +122,7 @@ def test_a_problem_that_nobody_can_solve_has_no_candidates() -> None:
 @pytest.mark.parametrize("wrong", [{"tile_lines": 0}, {"blocks": 0}])
 def test_a_choice_of_nothing_is_an_error(algorithm: registry.Algorithm, wrong: dict[str, int]) -> None:
     """Of a message that takes several launches, which are cut to whole tiles."""
-    choice = _core.Choice(**{"blocks": 4, "tile_lines": 8, **wrong})
+    choice = _core.TuningParameters(**{"blocks": 4, "tile_lines": 8, **wrong})
     limits = _core.Limits(slot_bytes=1 << 10, sm_count=4, max_cluster=16, compute_capability=90)
     with pytest.raises(ValueError, match=f"{next(iter(wrong))} is 0; it must be 1 to "):
         _core.shape(algorithm.number, problem_of(1 << 12, 2), choice, limits)

@@ -33,7 +33,7 @@ FENCE = "\tfence.proxy.alias;\n"
 
 def test_what_is_expected_is_what_the_registry_says() -> None:
     algorithms = [algorithm for operation in operations().values() for algorithm in operation.algorithms]
-    by_switch = {f"{a.operation}_{a.name}": a for a in algorithms if a.by_switch}
+    by_switch = {f"{a.operation}_{a.name}": a for a in algorithms if a.uses_multimem}
     assert set(check_multicast.EXPECTED) == set(by_switch)
     for kernel, (sums, _) in check_multicast.EXPECTED.items():
         assert sums == by_switch[kernel].sums_in_switch

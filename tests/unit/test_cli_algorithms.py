@@ -222,9 +222,9 @@ def test_a_correct_program_passes(capsys: pytest.CaptureFixture[str]) -> None:
 def test_a_program_that_fails_under_a_schedule(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Packets are not armed again."""
+    """Packets are not reset to the sentinel."""
     generate = plan.generate
-    monkeypatch.setattr(plan, "generate", lambda *given: generate(*given).replace("re_arm_line(", "(void)("))
+    monkeypatch.setattr(plan, "generate", lambda *given: generate(*given).replace("reset_line(", "(void)("))
     assert commands.main(CHECK) == 1
     said = capsys.readouterr()
     assert said.out == ""

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from llm_comm.bench import METHODS, collectives, comparison, report, timing
-from llm_comm.bench.reference import PartOfSums, Parts, Reference
+from llm_comm.bench.reference import AllGatherReference, ReduceScatterReference, Reference
 from llm_comm.bench.report import Result, Row
 from llm_comm.bench.timing import Schedule
 from llm_comm.errors import ConfigError
@@ -68,7 +68,7 @@ def test_reference_finds_stale_and_missing_results() -> None:
 
 
 def test_gathered_parts_are_judged_bit_for_bit() -> None:
-    parts = Parts(100, 3, torch.float32, CPU)
+    parts = AllGatherReference(100, 3, torch.float32, CPU)
     inputs = [parts.addend(rank, 7) for rank in range(3)]
     assert parts.error(torch.cat(inputs), 7, True) == 0
     assert parts.error(torch.cat(inputs), 8, True) == float("inf")
@@ -79,7 +79,7 @@ def test_gathered_parts_are_judged_bit_for_bit() -> None:
 
 
 def test_scattered_sums_are_judged_by_rank() -> None:
-    judges = [PartOfSums(100, rank, 3, torch.float32, CPU) for rank in range(3)]
+    judges = [ReduceScatterReference(100, rank, 3, torch.float32, CPU) for rank in range(3)]
     total = sum(judges[0].addend(rank, 7).double() for rank in range(3)).float()  # type: ignore[union-attr]
     assert total.shape == (300,)
     for rank, judge in enumerate(judges):

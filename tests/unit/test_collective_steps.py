@@ -23,8 +23,8 @@ STEPS = {"attempt", "collect", "gather", "vote", "exchange_descriptors", "share_
 OF_RENDEZVOUS = re.compile(r"(self\._?)?rendezvous|here|Rendezvous\(.*\)|self\._heap\.rendezvous\(\)")
 #: Collective calls that show no rendezvous.
 COLLECTIVE = re.compile(
-    r"(.*\._?)?heap\.(empty|meet|rendezvous)|self\.meet|self\._connect|self\._between_ranks|Communicator|ProgramKernels"
-    r"|agree|load_kernel|open_channels|objection_of_any"
+    r"(.*\._?)?heap\.(empty|rendezvous_for|rendezvous)|self\.rendezvous_for|self\._connect|self\._between_ranks"
+    r"|Communicator|ProgramKernels|agree|load_kernel|open_channels|objection_of_any"
 )
 #: Calls that cannot fail on one rank alone: they work on what the ranks have in common, only keep what they are given,
 #: or fail for a communicator that is closed.
@@ -33,12 +33,12 @@ SAFE = re.compile(
     any|all|dict|enumerate|int|isinstance|len|list|max|min|next|range|set|sorted|str|tuple|zip
     |logger\.\w+|quoted|_?in_words|_?_fit|_?together|check_alike|math\.prod|contextlib\.suppress|secrets\.token_hex
     |.*\.(append|items|join|keys|values|get|pop|replace|_replace|upper|core|core_of_released|check_one_node|describe)
-    |(self\._)?layout\.\w+|cls|torch\.(empty|get_default_dtype)|_core\.bytes_of_\w+|devices\.make_limits|programs\.named_by|topology_of|_place
+    |(self\._)?layout\.\w+|cls|torch\.(empty|get_default_dtype)|_core\.bytes_of_\w+|devices\.make_limits|programs\.named_by|topology_of|_symmetric_offset
     |kind_of_transport|Config\.load|served_device|sums_in_rank_order|_dead_on_all|_shared_gpus|functools\.partial
     |(NotJoinedError|Agreed|Channels|Compared|Compiled|Connected|CoreHandle|LlmCommAllReduce|Multicast|Planner|planner_of|Rendezvous
       |Site|SymmetricHeap|ThreadPoolExecutor|Watchdog|Workspace|_Memory)
     # Rows of what ranks have said, and objects that only keep what they are given.
-    |partial|LayerKey|LayerRow|Row|rows_of|_Tuning|_Sums|_?budget_s|options_of|log\.warning
+    |partial|LayerKey|LayerRow|Row|rows_of|_Tuning|_CollectiveTuner|_?budget_s|options_of|log\.warning
     # Catches what fails.
     |sums\.why_not_measured
     # Words for ranks, and a copy of a table.

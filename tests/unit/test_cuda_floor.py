@@ -26,14 +26,14 @@ PROBE = """
 #include "llm_comm/platform_cuda_tiles.cuh"
 
 namespace llm_comm::inline LLM_COMM_TARGET {
-template __device__ void fetch_boxes<1>(SharedPlace, const MatrixView&, uint32_t, uint32_t, uint32_t, uint32_t,
-                                        SharedPlace, BoxUse);
-template __device__ void fetch_boxes<2>(SharedPlace, const MatrixView&, uint32_t, uint32_t, uint32_t, uint32_t,
-                                        SharedPlace, BoxUse);
-template __device__ void fetch_end<true>(SharedPlace);
-template __device__ void multiply_boxes<FactorType::kFloat8>(float (&)[4], Box, uint32_t, Box);
-template __device__ void multiply_boxes<FactorType::kBFloat16>(float (&)[4], Box, uint32_t, Box);
-template __device__ void multiply_boxes<FactorType::kFloat16>(float (&)[4], Box, uint32_t, Box);
+template __device__ void fetch_boxes<1>(SharedAddress, const MatrixView&, uint32_t, uint32_t, uint32_t, uint32_t,
+                                        SharedAddress, BoxUse);
+template __device__ void fetch_boxes<2>(SharedAddress, const MatrixView&, uint32_t, uint32_t, uint32_t, uint32_t,
+                                        SharedAddress, BoxUse);
+template __device__ void fetch_end<true>(SharedAddress);
+template __device__ void multiply_boxes<OperandType::kFloat8>(float (&)[4], Box, uint32_t, Box);
+template __device__ void multiply_boxes<OperandType::kBFloat16>(float (&)[4], Box, uint32_t, Box);
+template __device__ void multiply_boxes<OperandType::kFloat16>(float (&)[4], Box, uint32_t, Box);
 template __device__ void multiply_wait<0>(float (&)[4]);
 template __device__ void store_packets_release(void*, const Line (&)[1]);
 }  // namespace llm_comm::inline LLM_COMM_TARGET

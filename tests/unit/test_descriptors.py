@@ -202,7 +202,7 @@ def test_a_file_for_which_there_is_no_room(monkeypatch: pytest.MonkeyPatch) -> N
         exchange = Exchange(0, ranks.servers[0], ranks.invitations, 0, LIMIT_S, NAMES)
         ranks.stranger(0)
         exchange._accept()
-        monkeypatch.setattr(descriptors, "_hear", lambda _: (word, [], socket.MSG_CTRUNC))
+        monkeypatch.setattr(descriptors, "_receive_message", lambda _: (word, [], socket.MSG_CTRUNC))
         ours, theirs = socket.socketpair()
         with ours, theirs:
             assert exchange._receive(ours)

@@ -293,10 +293,10 @@ def a_value_of_another_piece(p: dsl.Builder) -> None:
             p.store(value, y[0])  # refused
 
 
-@refused("staged has 2 turns, which only a loop uses")
+@refused("staged has 2 stages, which only a loop uses")
 def turns_without_a_loop(p: dsl.Builder) -> None:
     x = p.input.chunks(1)
-    staged = p.scratch(1, like=x, turns=2)
+    staged = p.scratch(1, like=x, stages=2)
     p.copy(x[0], staged[0])  # refused
 
 
@@ -364,7 +364,7 @@ def a_negative_semaphore(p: dsl.Builder) -> None:
     p.signal(p.rank + 1, semaphore=-1)  # refused
 
 
-@refused("0 chunk(s) in 1 turn(s): both are at least 1")
+@refused("0 chunk(s) in 1 stage(s): both are at least 1")
 def scratch_of_nothing(p: dsl.Builder) -> None:
     p.scratch(0, like=p.input.chunks(1))  # refused
 

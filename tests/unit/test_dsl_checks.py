@@ -256,7 +256,7 @@ def groups_wait_crosswise(p: dsl.Builder) -> None:
 @broken("all_reduce", Fault.DEADLOCK, "ranks wait for each other")
 def acknowledges_behind_what_needs_it(p: dsl.Builder) -> None:
     x, y = p.input.chunks(1), p.output.chunks(1)
-    received = p.scratch(p.world, like=x, turns=1)
+    received = p.scratch(p.world, like=x, stages=1)
     with p.loop():
         with p.behind(1):
             for peer in p.peers:
@@ -286,7 +286,7 @@ def nobody_announces_a_put(p: dsl.Builder) -> None:
         p.copy(received[peer], y[peer])  # refused
 
 
-@broken("all_gather", Fault.RACE, "have rank 0 signal behind it, and rank 1 wait for that signal before it reads")
+@broken("all_gather", Fault.RACE, "have rank 0 signal after it, and rank 1 wait for that signal before it reads")
 def signals_before_it_puts(p: dsl.Builder) -> None:
     x, y = p.input.chunks(1), p.output.chunks(p.world)
     received = p.scratch(p.world, like=x)
@@ -395,7 +395,7 @@ def packets_acknowledge_packets(p: dsl.Builder) -> None:
                 p.signal(p.ranks[1])
 
 
-@broken("all_gather", Fault.RACE, "have rank 1 signal behind it, and rank 0 wait for that signal", world=2)
+@broken("all_gather", Fault.RACE, "have rank 1 signal after it, and rank 0 wait for that signal", world=2)
 def packets_announce_plain_memory(p: dsl.Builder) -> None:
     x, y = p.input.chunks(2), p.output.chunks(2 * p.world)
     plain, flag = p.scratch(1, like=x), p.packets(1, like=x)
@@ -422,7 +422,7 @@ def the_source_of_a_port_changes(p: dsl.Builder) -> None:
     p.copy(received[0], y[p.rank + 1])
 
 
-@broken("all_gather", Fault.RACE, "have rank 0 signal through the port behind it", world=2)
+@broken("all_gather", Fault.RACE, "have rank 0 signal through the port after it", world=2)
 def a_port_is_announced_by_memory(p: dsl.Builder) -> None:
     x, y = p.input.chunks(1), p.output.chunks(p.world)
     received = p.scratch(1, like=x)
@@ -432,7 +432,7 @@ def a_port_is_announced_by_memory(p: dsl.Builder) -> None:
     p.flush(p.rank + 1)
 
 
-@broken("all_gather", Fault.RACE, "have rank 0 signal through the port behind it", world=2)
+@broken("all_gather", Fault.RACE, "have rank 0 signal through the port after it", world=2)
 def a_flush_is_taken_for_arrival(p: dsl.Builder) -> None:
     x, y = p.input.chunks(1), p.output.chunks(p.world)
     received = p.scratch(1, like=x)
@@ -531,7 +531,7 @@ def packets_of_small_chunks_tell_few_threads(p: dsl.Builder) -> None:
 @broken("all_reduce", Fault.RACE, "rank 1 may still read received[0] of rank 1")
 def a_loop_without_acknowledgement(p: dsl.Builder) -> None:
     x, y = p.input.chunks(1), p.output.chunks(1)
-    received = p.scratch(p.world, like=x, turns=2)
+    received = p.scratch(p.world, like=x, stages=2)
     with p.loop():
         for peer in p.peers:
             p.put(x[0], peer, received[p.rank])  # refused
@@ -543,10 +543,10 @@ def a_loop_without_acknowledgement(p: dsl.Builder) -> None:
             p.store(p.sum({p.rank: x[0], **{peer: received[peer] for peer in p.peers}}), y[0])
 
 
-@broken("all_reduce", Fault.RACE, "or give the buffer more turns")
-def two_shots_with_turns_too_few(p: dsl.Builder) -> None:
+@broken("all_reduce", Fault.RACE, "or give the buffer more stages")
+def two_shots_with_stages_too_few(p: dsl.Builder) -> None:
     x, y = p.input.chunks(p.world), p.output.chunks(p.world)
-    scattered, gathered = p.scratch(p.world, like=x, turns=3), p.scratch(p.world, like=x, turns=2)
+    scattered, gathered = p.scratch(p.world, like=x, stages=3), p.scratch(p.world, like=x, stages=2)
     with p.loop():
         for peer in p.peers:
             p.put(x[peer], peer, scattered[p.rank])
@@ -569,7 +569,7 @@ def two_shots_with_turns_too_few(p: dsl.Builder) -> None:
 @broken("all_reduce", Fault.RACE, "rank 1 may still read received[0] of rank 1")
 def waits_for_acknowledgement_behind_the_put(p: dsl.Builder) -> None:
     x, y = p.input.chunks(1), p.output.chunks(1)
-    received = p.scratch(p.world, like=x, turns=2)
+    received = p.scratch(p.world, like=x, stages=2)
     with p.loop():
         for peer in p.peers:
             p.put(x[0], peer, received[p.rank])  # refused
@@ -589,7 +589,7 @@ def waits_for_acknowledgement_behind_the_put(p: dsl.Builder) -> None:
 @broken("all_gather", Fault.RACE, "rank 1 may not have read received[0]")
 def packets_in_a_loop_without_acknowledgement(p: dsl.Builder) -> None:
     x, y = p.input.chunks(1), p.output.chunks(p.world)
-    received = p.packets(p.world, like=x, turns=2)
+    received = p.packets(p.world, like=x, stages=2)
     with p.loop():
         for peer in p.peers:
             p.put_packets(x[0], peer, received[p.rank])  # refused
@@ -599,9 +599,9 @@ def packets_in_a_loop_without_acknowledgement(p: dsl.Builder) -> None:
 
 
 @broken("all_gather", Fault.CONTENT, "staged[0] of rank 0 is read for piece 0, and holds piece 1")
-def its_own_scratch_has_turns_too_few(p: dsl.Builder) -> None:
+def its_own_scratch_has_stages_too_few(p: dsl.Builder) -> None:
     x, y = p.input.chunks(1), p.output.chunks(p.world, symmetric=True)
-    staged = p.scratch(1, like=x, turns=1)
+    staged = p.scratch(1, like=x, stages=1)
     announce(p, through_port=False)
     with p.loop():
         p.copy(x[0], staged[0])
@@ -843,7 +843,7 @@ def two_groups(p: dsl.Builder) -> None:
 @dsl.program("all_gather")
 def packets_in_a_loop(p: dsl.Builder) -> None:
     x, y = p.input.chunks(1), p.output.chunks(p.world)
-    received = p.packets(p.world, like=x, turns=2)
+    received = p.packets(p.world, like=x, stages=2)
     with p.loop():
         with p.behind(2):
             for peer in p.peers:
@@ -915,9 +915,9 @@ def by_halving(p: dsl.Builder) -> None:
 
 @dsl.program("all_reduce")
 def signals_acknowledge_what_was_before(p: dsl.Builder) -> None:
-    """A peer gives its signal for piece t - 2 when it has read piece t - 4: so four turns need no other one."""
+    """A peer gives its signal for piece t - 2 when it has read piece t - 4: so four stages need no other one."""
     x, y = p.input.chunks(1), p.output.chunks(1)
-    received = p.scratch(p.world, like=x, turns=4)
+    received = p.scratch(p.world, like=x, stages=4)
     with p.loop():
         for peer in p.peers:
             p.put(x[0], peer, received[p.rank])

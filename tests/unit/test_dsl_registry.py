@@ -20,7 +20,7 @@ from llm_comm.planning import catalogue
 from llm_comm.planning.catalogue import load_table, table_text
 from llm_comm.planning.plan import Plan
 from llm_comm.planning.planner import Planner
-from llm_comm.planning.programs import OWN_CHOICE, LaunchChoice, named_by
+from llm_comm.planning.programs import DEFAULT_LAUNCH, LaunchParameters, named_by
 from llm_comm.planning.tables import (
     ALL_GATHER,
     ALL_REDUCE,
@@ -278,7 +278,7 @@ def test_the_digest_is_not_of_the_place(module: Callable[[str], str]) -> None:
 # ---- For which messages ----------------------------------------------------------------------------------------------
 
 
-COUNTER = _core.Counter(_core.Tally(), 2048)
+COUNTER = _core.Counter(_core.CallStatistics(), 2048)
 
 
 class Kernels:
@@ -289,21 +289,21 @@ class Kernels:
     data_types = ("bf16", "fp16")
     sums_in_rank_order = True
 
-    def why_not(self, choice: LaunchChoice) -> str:
+    def why_not(self, choice: LaunchParameters) -> str:
         return f"blocks is {choice.blocks}; it has too many" if choice.blocks in (7, 9) else ""
 
-    def candidates(self, data_type: str, message_bytes: int) -> list[LaunchChoice]:
+    def candidates(self, data_type: str, message_bytes: int) -> list[LaunchParameters]:
         raise AssertionError("nothing is tuned here")
 
-    def grid(self, data_type: str, message_bytes: int, choice: LaunchChoice) -> tuple[int, int]:
+    def grid(self, data_type: str, message_bytes: int, choice: LaunchParameters) -> tuple[int, int]:
         assert data_type in self.data_types
         return min(-(-message_bytes // 1024), choice.blocks or 1 << 16), choice.threads or 256
 
     def prepare(
-        self, data_type: str, message_bytes: int, choice: LaunchChoice, counter: _core.Counter
+        self, data_type: str, message_bytes: int, choice: LaunchParameters, counter: _core.Counter
     ) -> Callable[..., bool]:
         said = data_type, message_bytes, choice, counter
-        return lambda x, out, stream: (*said, x, out, stream) == ("bf16", 2048, OWN_CHOICE, COUNTER, 1, 2, 3)
+        return lambda x, out, stream: (*said, x, out, stream) == ("bf16", 2048, DEFAULT_LAUNCH, COUNTER, 1, 2, 3)
 
     def wait(self) -> None:
         raise AssertionError("nothing closes here")
@@ -400,9 +400,9 @@ def test_a_program_of_gathers() -> None:
 @pytest.mark.parametrize(
     ("rows", "sizes", "why"),
     [
-        (2, [1024] * WORLD, "programs take parts of one size, along the first dimension"),
-        (1, [2048] * (WORLD - 1) + [1024], "programs take parts of one size, along the first dimension"),
-        (1, [4112] * WORLD, "more than 4096 bytes a part: option dsl_max_bytes bounds all parts together"),
+        (2, [1024] * WORLD, "programs take shards of one size, along the first dimension"),
+        (1, [2048] * (WORLD - 1) + [1024], "programs take shards of one size, along the first dimension"),
+        (1, [4112] * WORLD, "more than 4096 bytes a shard: option dsl_max_bytes bounds all shards together"),
     ],
 )
 def test_gathers_that_a_program_does_not_serve(rows: int, sizes: list[int], why: str) -> None:

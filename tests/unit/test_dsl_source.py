@@ -14,7 +14,7 @@ from llm_comm import dsl
 from llm_comm.dsl import ir, library
 from llm_comm.dsl.compiler.analysis import readers_of, sender_of, works_in_place
 from llm_comm.dsl.compiler.grid import Limits
-from llm_comm.dsl.compiler.layout import armed_ranges, batch_of, chunk_lines, lay_out, meeting_blocks_of_sm
+from llm_comm.dsl.compiler.layout import batch_of, chunk_lines, lay_out, sentinel_ranges, synchronizing_blocks_of_sm
 from llm_comm.dsl.compiler.runs import DataRun, LoopRuns, PortRun, SignalRun, WaitRun, runs_of
 from llm_comm.dsl.compiler.schedule import Receive, schedule, stages_of
 from llm_comm.dsl.compiler.source import generate, is_moved, kernel_name
@@ -40,7 +40,7 @@ def two_shot(p: dsl.Builder) -> None:
 
 def pipelined(p: dsl.Builder) -> None:
     x, y = p.input.chunks(1), p.output.chunks(1)
-    received = p.scratch(p.world, like=x, turns=2)
+    received = p.scratch(p.world, like=x, stages=2)
     with p.loop():
         for peer in p.peers:
             p.put(x[0], peer, received[p.rank])
@@ -366,9 +366,9 @@ def test_buffers_do_not_overlap(text: Text, operation: str) -> None:
         layout = lay_out(program, groups, 100_000, 4, 64, masks)
         spans = []
         for buffer in program.buffers:
-            if buffer.name in layout.places:
-                place = layout.places[buffer.name]
-                assert place.chunk_stride >= buffer.turns * place.turn_lines * 16
+            if buffer.name in layout.buffers:
+                place = layout.buffers[buffer.name]
+                assert place.chunk_stride >= buffer.stages * place.stage_lines * 16
                 spans.append((place.offset, place.offset + buffer.chunks * place.chunk_stride))
                 if place.mask_offset is not None:
                     spans.append((place.mask_offset, place.mask_offset + buffer.chunks * place.chunk_stride // 4))
@@ -376,23 +376,23 @@ def test_buffers_do_not_overlap(text: Text, operation: str) -> None:
         assert all(end <= begin for (_, end), (begin, _) in itertools.pairwise(spans))
         assert spans[-1][1] <= layout.half_bytes
         assert 4 * program.semaphores * 4 * 8 <= layout.half_offset
-        armed = armed_ranges(program, layout)
-        assert bool(armed) == (text is two_shot)
-        assert all(layout.half_offset <= begin < end <= layout.bytes for begin, end in armed)
+        reset = sentinel_ranges(program, layout)
+        assert bool(reset) == (text is two_shot)
+        assert all(layout.half_offset <= begin < end <= layout.bytes for begin, end in reset)
 
 
-def test_turns_hold_what_all_threads_carry_together() -> None:
+def test_stages_hold_what_all_threads_carry_together() -> None:
     program = build(pipelined, 3)
     groups = runs_of(program)
     (loop,) = groups[0].steps
     assert isinstance(loop, LoopRuns)
     layout = lay_out(program, groups, 1 << 20, 4, 64, masks=False)
-    assert layout.places["received"].turn_lines == 4 * 64 * batch_of(loop)
-    assert lay_out(program, groups, 160, 4, 64, masks=False).places["received"].turn_lines == 10
+    assert layout.buffers["received"].stage_lines == 4 * 64 * batch_of(loop)
+    assert lay_out(program, groups, 160, 4, 64, masks=False).buffers["received"].stage_lines == 10
 
 
 def test_grid_follows_from_the_lines() -> None:
-    limits = Limits(instances=10, few_instances=10, threads=512, few_threads=64, meets=True)
+    limits = Limits(instances=10, few_instances=10, threads=512, few_threads=64, synchronizes=True)
     assert limits.of_call(1) == (1, 64)
     assert limits.of_call(65) == (2, 64)
     assert limits.of_call(641) == (7, 96)
@@ -403,7 +403,7 @@ def test_grid_follows_from_the_lines() -> None:
 
 
 def test_a_second_block_that_meets_comes_where_threads_have_many_lines() -> None:
-    limits = Limits(instances=20, few_instances=10, threads=512, few_threads=64, meets=True)
+    limits = Limits(instances=20, few_instances=10, threads=512, few_threads=64, synchronizes=True)
     assert limits.of_call(10 * 512) == (10, 512)
     assert limits.of_call(2 * 10 * 512) == (10, 512)
     assert limits.of_call(2 * 10 * 512 + 1) == (20, 512)
@@ -425,7 +425,7 @@ def test_blocks_that_meet_share_a_multiprocessor_where_half_of_the_registers_do(
 ) -> None:
     program = text.build(world)
     groups = runs_of(program)
-    assert meeting_blocks_of_sm(groups) == blocks_of_sm
+    assert synchronizing_blocks_of_sm(groups) == blocks_of_sm
     layout = lay_out(program, groups, 1 << 16, 4, 64, masks=is_moved(program))
     source = generate(program, groups, layout, element_of(torch.bfloat16))
     assert f"LLM_COMM_KERNEL({512 * blocks_of_sm}) {kernel_name(program)}(" in source
@@ -446,18 +446,18 @@ def test_a_loop_in_which_only_proxies_copy() -> None:
     (loop,) = (step for step in groups[0].steps if isinstance(step, LoopRuns))
     assert not any(isinstance(run, DataRun) for run in loop.runs)
     assert batch_of(loop) == 4
-    assert meeting_blocks_of_sm(groups) == 1
+    assert synchronizing_blocks_of_sm(groups) == 1
 
 
 def test_grid_of_lines_that_are_on_their_way_by_themselves() -> None:
-    limits = Limits(instances=1056, few_instances=1056, threads=256, few_threads=64, meets=False)
+    limits = Limits(instances=1056, few_instances=1056, threads=256, few_threads=64, synchronizes=False)
     assert limits.of_call(1) == (1, 64)
     assert limits.of_call(2048) == (32, 64)
     assert limits.of_call(2049) == (17, 128)
     assert limits.of_call(32768) == (256, 128)
     assert limits.of_call(32769) == (129, 256)
     assert limits.of_call(10_000_000) == (1056, 256)
-    few = Limits(instances=4, few_instances=4, threads=16, few_threads=16, meets=False)
+    few = Limits(instances=4, few_instances=4, threads=16, few_threads=16, synchronizes=False)
     assert [few.of_call(lines) for lines in (1, 17, 64, 4096, 40000)] == [(1, 16), (2, 16), (4, 16), (4, 16), (4, 16)]
 
 

@@ -39,7 +39,7 @@ def test_two_shot_as_text() -> None:
 
 def test_who_runs_a_line_and_how_far_behind() -> None:
     text = dsl.describe(two_shot_hb.build(2))
-    assert "  scattered: scratch, 2 chunks, each 1/2 of the message, 3 turns\n" in text
+    assert "  scattered: scratch, 2 chunks, each 1/2 of the message, 3 stages\n" in text
     assert "\n  loop over pieces:\n" in text
     assert "\n    behind 2: wait for rank+1, semaphore 1\n" in text
     text = dsl.describe(broadcast_ll.build(3))

@@ -16,13 +16,13 @@ from test_dsl_checks import BROKEN, CORRECT, WORLDS, Broken
 
 from llm_comm import dsl
 from llm_comm.dsl import Fault, ir
-from llm_comm.dsl.checks.trial import Act, Place, Trial
+from llm_comm.dsl.checks.trial import Act, Address, Trial
 from llm_comm.dsl.ir import Operation, Space
 
 CALLS = 4
 #: Inputs that a chunk is the sum of: (rank, chunk, piece, call). None: nothing that an input has.
 Data = tuple[tuple[int, int, int, int], ...] | None
-PUT, PACKETS, REARM = "put", "packets", "rearm"
+PUT, PACKETS, RESET = "put", "packets", "reset"
 
 
 class WrongError(Exception):
@@ -39,50 +39,50 @@ class Machine:
         self.trial = Trial(program, pieces)
         actors = range(len(self.trial.actors))
         self.now = 0
-        self.memory: dict[Place, list[tuple[int, Data]]] = defaultdict(lambda: [(0, None)])
-        self.packets: dict[Place, tuple[Data] | None] = defaultdict(lambda: None)
-        self.buffers: list[list[tuple[str, Place, Data]]] = [[] for _ in actors]
+        self.memory: dict[Address, list[tuple[int, Data]]] = defaultdict(lambda: [(0, None)])
+        self.packets: dict[Address, tuple[Data] | None] = defaultdict(lambda: None)
+        self.buffers: list[list[tuple[str, Address, Data]]] = [[] for _ in actors]
         self.proxies: dict[tuple[int, int], list[list]] = defaultdict(list)
         self.signals: dict[tuple[int, int, int, bool], int] = defaultdict(int)
         self.values: list[dict[int, list[Data]]] = [{} for _ in actors]
         self.position = [0 for _ in actors]
         self.last_wait = [0 for _ in actors]
-        self.seen: list[dict[Place, int]] = [{} for _ in actors]
+        self.seen: list[dict[Address, int]] = [{} for _ in actors]
         self.call = [0] * self.world
-        self.between: dict[int, dict[Place, int]] = {}  # of a rank between calls: how often its output was written
+        self.between: dict[int, dict[Address, int]] = {}  # of a rank between calls: how often its output was written
         for rank in range(self.world):
             self.begin(rank)
 
     # ---- Memory ------------------------------------------------------------------------------------------------------
 
-    def write(self, place: Place, data: Data) -> None:
+    def write(self, address: Address, data: Data) -> None:
         self.now += 1
-        self.memory[place].append((self.now, data))
+        self.memory[address].append((self.now, data))
 
-    def load(self, actor: int, place: Place) -> Data:
+    def load(self, actor: int, address: Address) -> Data:
         for kind, written, data in reversed(self.buffers[actor]):
-            if kind == PUT and written == place:
+            if kind == PUT and written == address:
                 return data
-        history = self.memory[place]
+        history = self.memory[address]
         oldest = max(i for i, (time, _) in enumerate(history) if time <= self.last_wait[actor])
-        version = self.random.randint(max(oldest, self.seen[actor].get(place, 0)), len(history) - 1)
-        self.seen[actor][place] = version
+        version = self.random.randint(max(oldest, self.seen[actor].get(address, 0)), len(history) - 1)
+        self.seen[actor][address] = version
         return history[version][1]
 
     def let_out(self, actor: int) -> None:
-        """One of the stores that wait, but not one before another to the same place."""
+        """One of the stores that wait, but not one before another to the same address."""
         buffer = self.buffers[actor]
-        first = {place: i for i, (_, place, _) in reversed(list(enumerate(buffer)))}
-        kind, place, data = buffer.pop(self.random.choice(sorted(first.values())))
+        first = {address: i for i, (_, address, _) in reversed(list(enumerate(buffer)))}
+        kind, address, data = buffer.pop(self.random.choice(sorted(first.values())))
         if kind == PUT:
-            self.write(place, data)
-            self.seen[actor][place] = len(self.memory[place]) - 1
-        elif kind == REARM:
-            self.packets[place] = None
-        elif self.packets[place] is not None:
-            raise WrongError(f"packets in {place} are overwritten")
+            self.write(address, data)
+            self.seen[actor][address] = len(self.memory[address]) - 1
+        elif kind == RESET:
+            self.packets[address] = None
+        elif self.packets[address] is not None:
+            raise WrongError(f"packets in {address} are overwritten")
         else:
-            self.packets[place] = (data,)
+            self.packets[address] = (data,)
 
     def let_all_out(self, actor: int) -> None:
         while self.buffers[actor]:
@@ -111,8 +111,8 @@ class Machine:
         return range(rank * groups, (rank + 1) * groups)
 
     def begin(self, rank: int) -> None:
-        for index, piece, place in self.trial.tensor_places(Space.INPUT, rank):
-            self.write(place, ((rank, index, piece, self.call[rank]),))
+        for index, piece, address in self.trial.tensor_addresses(Space.INPUT, rank):
+            self.write(address, ((rank, index, piece, self.call[rank]),))
         for actor in self.groups_of(rank):
             self.position[actor], self.last_wait[actor], self.seen[actor] = 0, self.now, {}
 
@@ -123,19 +123,19 @@ class Machine:
             return False
         for actor in actors:
             self.let_all_out(actor)
-        for index, piece, place in self.trial.tensor_places(Space.OUTPUT, rank):
-            if self.memory[place][-1][1] != expected(self.program, rank, index, piece, self.call[rank]):
-                raise WrongError(f"{place} of rank {rank} holds {self.memory[place][-1][1]}")
+        for index, piece, address in self.trial.tensor_addresses(Space.OUTPUT, rank):
+            if self.memory[address][-1][1] != expected(self.program, rank, index, piece, self.call[rank]):
+                raise WrongError(f"{address} of rank {rank} holds {self.memory[address][-1][1]}")
         for space in (Space.INPUT, Space.OUTPUT):
-            for _, _, place in self.trial.tensor_places(space, rank):
-                self.write(place, None)
-        outputs = self.trial.tensor_places(Space.OUTPUT, rank)
-        self.between[rank] = {place: len(self.memory[place]) for _, _, place in outputs}
+            for _, _, address in self.trial.tensor_addresses(space, rank):
+                self.write(address, None)
+        outputs = self.trial.tensor_addresses(Space.OUTPUT, rank)
+        self.between[rank] = {address: len(self.memory[address]) for _, _, address in outputs}
         self.call[rank] += 1
         return True
 
     def go_on(self, rank: int) -> None:
-        if any(len(self.memory[place]) != times for place, times in self.between.pop(rank).items()):
+        if any(len(self.memory[address]) != times for address, times in self.between.pop(rank).items()):
             raise WrongError(f"the output of rank {rank} is written between calls")
         if self.call[rank] < CALLS:
             self.begin(rank)
@@ -156,31 +156,31 @@ class Machine:
         op, values, buffer = act.op, self.values[actor], self.buffers[actor]
         peer = getattr(op, "peer", dsl.Relative(0)).on(rank, self.world)
 
-        def places(owner: int, chunk: ir.Chunk) -> list[Place]:
-            return [place for _, place in self.trial.places(act, rank, owner, chunk, self.call[rank])]
+        def addresses(owner: int, chunk: ir.Chunk) -> list[Address]:
+            return [address for _, address in self.trial.addresses(act, rank, owner, chunk, self.call[rank])]
 
         if isinstance(op, ir.Load | ir.Get):
-            values[op.result.number] = [self.load(actor, place) for place in places(peer, op.source)]
+            values[op.result.number] = [self.load(actor, address) for address in addresses(peer, op.source)]
         elif isinstance(op, ir.Sum):
             of_pieces = zip(*(values[value.number] for _, value in op.operands), strict=True)
             values[op.result.number] = [add(piece) for piece in of_pieces]
         elif isinstance(op, ir.Store | ir.Put | ir.PutPackets):
             kind = PACKETS if isinstance(op, ir.PutPackets) else PUT
             data = values[op.value.number]
-            buffer += [(kind, *pair) for pair in zip(places(peer, op.target), data, strict=True)]
+            buffer += [(kind, *pair) for pair in zip(addresses(peer, op.target), data, strict=True)]
         elif isinstance(op, ir.ReadPackets):
-            sources = places(rank, op.source)
-            if any(kind == REARM and place in sources for kind, place, _ in buffer):
+            sources = addresses(rank, op.source)
+            if any(kind == RESET and address in sources for kind, address, _ in buffer):
                 self.let_out(actor)
                 return False
-            found = [self.packets[place] for place in sources]
+            found = [self.packets[address] for address in sources]
             values[op.result.number] = [data[0] for data in found if data is not None]
             if len(values[op.result.number]) < len(sources):
                 return False
-            buffer += [(REARM, place, None) for place in sources]
+            buffer += [(RESET, address, None) for address in sources]
         elif isinstance(op, ir.PortPut):
             self.let_all_out(actor)
-            pairs = zip(places(rank, op.source), places(peer, op.target), strict=True)
+            pairs = zip(addresses(rank, op.source), addresses(peer, op.target), strict=True)
             self.proxies[actor, peer] += [[PUT, *pair] for pair in pairs]
         elif isinstance(op, ir.Signal):
             self.let_all_out(actor)

@@ -12,18 +12,18 @@ import pytest
 from harness import names_of_world, unnamed
 
 from llm_comm.runtime import watchdog as watchdogs
-from llm_comm.runtime.status import RankError, RankState, Sighting
+from llm_comm.runtime.status import PeerStatus, RankError, RankState
 from llm_comm.runtime.watchdog import Watchdog
 
 PEERS = (1, 2, 3)
 
 
-def alive(rank: int) -> Sighting:
-    return Sighting(RankState(str(rank)), 0.0, False)
+def alive(rank: int) -> PeerStatus:
+    return PeerStatus(RankState(str(rank)), 0.0, False)
 
 
-def exited(rank: int, is_closed: bool = False) -> Sighting:
-    return Sighting(RankState(str(rank), is_closed=is_closed), 0.0, True)
+def exited(rank: int, is_closed: bool = False) -> PeerStatus:
+    return PeerStatus(RankState(str(rank), is_closed=is_closed), 0.0, True)
 
 
 class Scene:
@@ -33,10 +33,10 @@ class Scene:
         self.core = mock.Mock(**{"error.return_value": None, "last_call.return_value.number": 0})
         self.watchdog = Watchdog(self.core, 0, 60.0, None, names_of_world(4))
 
-    def see(self, *gone: Sighting) -> None:
+    def see(self, *gone: PeerStatus) -> None:
         """A look at ranks of which ``gone`` have exited."""
-        by_rank = {int(sighting.state.last_call): sighting for sighting in gone if sighting.state is not None}
-        self.watchdog._note_the_lost([by_rank.get(rank, alive(rank)) for rank in (0, *PEERS)])
+        by_rank = {int(status.state.last_call): status for status in gone if status.state is not None}
+        self.watchdog._record_lost_peers([by_rank.get(rank, alive(rank)) for rank in (0, *PEERS)])
 
     def told(self) -> list[int]:
         """Of whose exits the kernels have heard, in order."""
@@ -99,7 +99,7 @@ def test_the_first_error_is_the_one_that_stays() -> None:
     scene.watchdog.on_error(told.append, False)
     errors = [RankError("PeerTimeout", f"text {n}", "brief", 0, n) for n in PEERS]
     for error in errors:
-        scene.watchdog._tell(error)
+        scene.watchdog._report(error)
     assert [(str(error), error.peer) for error in told] == [("text 1", 1)]
     failure = scene.watchdog.failure()
     assert failure is not None

@@ -12,7 +12,7 @@ from harness import unnamed
 from llm_comm.errors import PeerTimeout, UnsupportedInputError
 from llm_comm.runtime.failures import call_in_words, describe_ranks, explain, root_cause
 from llm_comm.runtime.rank_names import RankName, RankNames
-from llm_comm.runtime.status import LIFE_S, RankError, RankState, Sighting
+from llm_comm.runtime.status import LIFE_S, PeerStatus, RankError, RankState
 
 #: Ranks 4, 5 and 6 of all are a group.
 NAMES = RankNames("tp:1", tuple(RankName(i, 4 + i, f"pid {70 + i} on a") for i in range(3)), 3)
@@ -26,8 +26,8 @@ def state_of(error: RankError | None = None, **facts: Any) -> RankState:
     return RankState(**{"last_call": "one-shot all-reduce of 8 bf16 (call 3)", "error": error, **facts})
 
 
-def seen(error: RankError | None) -> Sighting:
-    return Sighting(state_of(error), 0.1)
+def seen(error: RankError | None) -> PeerStatus:
+    return PeerStatus(state_of(error), 0.1)
 
 
 TIMEOUT, LAUNCH, MISMATCH = "PeerTimeout", "LaunchError", "MismatchError"
@@ -61,7 +61,7 @@ def test_whose_error_is_told(own: str | None, other: str | None, third: str | No
 
 def test_a_rank_without_a_page_hides_nobody() -> None:
     error = error_of(LAUNCH, 2, 2)
-    told = root_cause("group tp:1, rank 0", error_of(TIMEOUT, 0, 2), [seen(None), Sighting(None, 0.0), seen(error)])
+    told = root_cause("group tp:1, rank 0", error_of(TIMEOUT, 0, 2), [seen(None), PeerStatus(None, 0.0), seen(error)])
     assert told is not None
     assert told.kind == LAUNCH
 
@@ -87,7 +87,7 @@ LAST_SEEN = "last call seen: one-shot all-reduce of 8 bf16 (call 3)"
 )
 def test_what_is_said_of_a_rank(age_s: float, facts: dict[str, Any], words: str, has_exited: bool | None) -> None:
     """The same where it cannot be told whether its process lives: without pidfds, silence is all there is to see."""
-    said = describe_ranks([Sighting(None, 0.0), Sighting(state_of(**facts), age_s, has_exited)], NAMES).splitlines()
+    said = describe_ranks([PeerStatus(None, 0.0), PeerStatus(state_of(**facts), age_s, has_exited)], NAMES).splitlines()
     assert said == [
         "",
         "State of the ranks of group tp:1:",
@@ -99,9 +99,9 @@ def test_what_is_said_of_a_rank(age_s: float, facts: dict[str, Any], words: str,
 @pytest.mark.parametrize("age_s", [0.0, 25.6])
 def test_what_is_said_of_a_rank_that_has_exited(age_s: float) -> None:
     words = f"its process has exited, no sign of life for {age_s:.1f} s; {LAST_SEEN}"
-    assert unnamed(describe_ranks([Sighting(state_of(), age_s, True)], NAMES)).endswith(f"  rank 0: {words}")
+    assert unnamed(describe_ranks([PeerStatus(state_of(), age_s, True)], NAMES)).endswith(f"  rank 0: {words}")
     closed = f"has closed its communicator; {LAST}"
-    said = describe_ranks([Sighting(state_of(is_closed=True), age_s, True)], NAMES)
+    said = describe_ranks([PeerStatus(state_of(is_closed=True), age_s, True)], NAMES)
     assert unnamed(said).endswith(f"  rank 0: {closed}")
 
 
@@ -137,7 +137,7 @@ def call(count: int, number: int, row: int = 0) -> Any:
             TIMEOUT,
             "waited for rank 2 in a one-shot",
             "the process of rank 2 has exited, and a one-shot all-reduce of 80 bytes (operation 813 of this "
-            "communicator, replays counted; phase 0) waits for it. This communicator cannot be used any more.",
+            "communicator, replays counted; phase 0) waits for it. This communicator can no longer be used.",
         ),
         (
             operation_error("concurrent use", phase=-1),
@@ -178,7 +178,7 @@ def test_a_rank_s_own_error(error: Any, kind: str, brief: str, words: str) -> No
         error.cause not in ("concurrent use", "overlap", "mismatch")
     )
     assert words in unnamed(told.text)
-    assert told.text.endswith("This communicator cannot be used any more.")
+    assert told.text.endswith("This communicator can no longer be used.")
 
 
 def test_rows_of_a_call_are_told() -> None:
@@ -199,13 +199,13 @@ def call_on_parts(data_type: str, *sizes: int, rows: int = 1) -> Any:
     [
         (
             [call_on_parts("byte", 4, 5), call_on_parts("byte", 4, 3)],
-            "rank 0: one-shot all-gather of 5 bytes, parts of a row: 4, 5 bytes (call 1); "
-            "rank 1: one-shot all-gather of 4 bytes, parts of a row: 4, 3 bytes (call 1). ",
+            "rank 0: one-shot all-gather of 5 bytes, shards of a row: 4, 5 bytes (call 1); "
+            "rank 1: one-shot all-gather of 4 bytes, shards of a row: 4, 3 bytes (call 1). ",
         ),
         (
             [call_on_parts("fp32", 6, 6), call_on_parts("fp32", 2, 2, rows=3)],
-            "rank 0: one-shot all-gather of 6 fp32, rows before dim: 1, parts of a row: 6, 6 elements (call 1); "
-            "rank 1: one-shot all-gather of 2 fp32, rows before dim: 3, parts of a row: 2, 2 elements (call 1). ",
+            "rank 0: one-shot all-gather of 6 fp32, rows before dim: 1, shards of a row: 6, 6 elements (call 1); "
+            "rank 1: one-shot all-gather of 2 fp32, rows before dim: 3, shards of a row: 2, 2 elements (call 1). ",
         ),
         (
             [call_on_parts("byte", 4, 4), call(8, 1)],

@@ -1,4 +1,4 @@
-"""Where tensors lie in a symmetric heap: in gaps of segments, apart from each other, and alike on all ranks."""
+"""Where tensors lie in a symmetric heap: in gaps of windows, apart from each other, and alike on all ranks."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 from llm_comm import _core
 from llm_comm.errors import UnsupportedInputError
 from llm_comm.options import MIB
-from llm_comm.runtime.heap_layout import ALIGNMENT, MAX_GROWTH, SEGMENT_MULTIPLE, Allocation, HeapLayout
+from llm_comm.runtime.heap_layout import ALIGNMENT, MAX_GROWTH, WINDOW_MULTIPLE, Allocation, HeapLayout
 
 
 def placed(layout: HeapLayout, nbytes: int) -> Allocation:
@@ -19,10 +19,10 @@ def placed(layout: HeapLayout, nbytes: int) -> Allocation:
     return found
 
 
-def with_segments(*sizes: int) -> HeapLayout:
+def with_windows(*sizes: int) -> HeapLayout:
     layout = HeapLayout()
     for size in sizes:
-        layout.add_segment(size)
+        layout.add_window(size)
     return layout
 
 
@@ -31,24 +31,24 @@ def test_an_empty_heap_has_no_room() -> None:
 
 
 def test_allocations_are_aligned_and_take_turns() -> None:
-    layout = with_segments(SEGMENT_MULTIPLE)
+    layout = with_windows(WINDOW_MULTIPLE)
     assert placed(layout, 1) == Allocation(1, 0, 0, ALIGNMENT)
     assert placed(layout, ALIGNMENT + 1) == Allocation(2, 0, ALIGNMENT, 2 * ALIGNMENT)
     assert placed(layout, ALIGNMENT) == Allocation(3, 0, 3 * ALIGNMENT, ALIGNMENT)
 
 
-def test_a_segment_is_filled_to_its_last_byte() -> None:
-    layout = with_segments(SEGMENT_MULTIPLE)
-    assert placed(layout, SEGMENT_MULTIPLE).offset == 0
+def test_a_window_is_filled_to_its_last_byte() -> None:
+    layout = with_windows(WINDOW_MULTIPLE)
+    assert placed(layout, WINDOW_MULTIPLE).offset == 0
     assert layout.place(1) is None
     layout.free(1)
-    placed(layout, SEGMENT_MULTIPLE - ALIGNMENT)
-    assert placed(layout, ALIGNMENT).offset == SEGMENT_MULTIPLE - ALIGNMENT
+    placed(layout, WINDOW_MULTIPLE - ALIGNMENT)
+    assert placed(layout, ALIGNMENT).offset == WINDOW_MULTIPLE - ALIGNMENT
     assert layout.place(1) is None
 
 
 def test_gaps_are_used_again_the_first_that_fits() -> None:
-    layout = with_segments(SEGMENT_MULTIPLE)
+    layout = with_windows(WINDOW_MULTIPLE)
     first, second, third, _ = (placed(layout, n * ALIGNMENT) for n in (1, 3, 1, 1))
     layout.free(second.number)
     layout.free(first.number)
@@ -59,7 +59,7 @@ def test_gaps_are_used_again_the_first_that_fits() -> None:
 
 
 def test_numbers_are_never_given_twice() -> None:
-    layout = with_segments(SEGMENT_MULTIPLE)
+    layout = with_windows(WINDOW_MULTIPLE)
     first = placed(layout, 1)
     layout.free(first.number)
     assert placed(layout, 1).number != first.number
@@ -68,37 +68,37 @@ def test_numbers_are_never_given_twice() -> None:
 @pytest.mark.parametrize(
     ("there", "asked", "expected"),
     [
-        ([], 1, SEGMENT_MULTIPLE),
-        ([], SEGMENT_MULTIPLE + 1, 2 * SEGMENT_MULTIPLE),
+        ([], 1, WINDOW_MULTIPLE),
+        ([], WINDOW_MULTIPLE + 1, 2 * WINDOW_MULTIPLE),
         ([6 * MIB], 1, 6 * MIB),
         ([MAX_GROWTH, 2 * MAX_GROWTH], 1, MAX_GROWTH),
-        ([SEGMENT_MULTIPLE], 3 * MAX_GROWTH, 3 * MAX_GROWTH),
+        ([WINDOW_MULTIPLE], 3 * MAX_GROWTH, 3 * MAX_GROWTH),
     ],
 )
-def test_segments_grow_with_the_heap(there: list[int], asked: int, expected: int) -> None:
-    layout = with_segments(*there)
-    number = layout.add_segment(asked)
+def test_windows_grow_with_the_heap(there: list[int], asked: int, expected: int) -> None:
+    layout = with_windows(*there)
+    number = layout.add_window(asked)
     assert number == len(there)
-    assert layout.segments()[number] == expected
+    assert layout.windows()[number] == expected
 
 
-def test_the_number_of_a_segment_is_used_again() -> None:
-    layout = with_segments(*[MAX_GROWTH] * _core.max_segments)
-    with pytest.raises(UnsupportedInputError, match=f"in {_core.max_segments} pieces already"):
-        layout.add_segment(1)
-    layout.remove_segment(5)
-    assert layout.add_segment(1) == 5
+def test_the_number_of_a_window_is_used_again() -> None:
+    layout = with_windows(*[MAX_GROWTH] * _core.max_windows)
+    with pytest.raises(UnsupportedInputError, match=f"in {_core.max_windows} pieces already"):
+        layout.add_window(1)
+    layout.remove_window(5)
+    assert layout.add_window(1) == 5
 
 
 def test_a_copy_leaves_the_original_alone() -> None:
-    layout = with_segments(SEGMENT_MULTIPLE)
+    layout = with_windows(WINDOW_MULTIPLE)
     placed(layout, 1)
     other = layout.copy()
     placed(other, 1)
     other.free(1)
-    other.add_segment(1)
+    other.add_window(1)
     assert [a.number for a in layout.allocations()] == [1]
-    assert list(layout.segments()) == [0]
+    assert list(layout.windows()) == [0]
     assert placed(layout, 1) == other.allocations()[0]
 
 
@@ -109,17 +109,17 @@ def test_random_allocations_never_overlap() -> None:
         allocations = layout.allocations()
         if allocations and draw.random() < 0.45:
             layout.free(draw.choice(allocations).number)
-            for number in layout.empty_segments():
-                layout.remove_segment(number)
+            for number in layout.empty_windows():
+                layout.remove_window(number)
         else:
             nbytes = draw.choice([1, 700, 5000, 300_000, 3 * MIB])
             if layout.place(nbytes) is None:
-                layout.add_segment(nbytes)
+                layout.add_window(nbytes)
                 assert layout.place(nbytes) is not None
-    for segment, size in layout.segments().items():
+    for window, size in layout.windows().items():
         end = 0
-        for allocation in sorted(a for a in layout.allocations() if a.segment == segment):
+        for allocation in sorted(a for a in layout.allocations() if a.window == window):
             end = max(end, allocation.offset + allocation.nbytes)
         assert end <= size
-        spans = sorted((a.offset, a.offset + a.nbytes) for a in layout.allocations() if a.segment == segment)
+        spans = sorted((a.offset, a.offset + a.nbytes) for a in layout.allocations() if a.window == window)
         assert all(this[1] <= following[0] for this, following in itertools.pairwise(spans))

@@ -53,7 +53,7 @@ def test_which_algorithm_serves_which_sizes(options: dict[str, object], words: s
     ],
 )
 def test_up_to_which_size_parts_are_exchanged(options: dict[str, object], words: str) -> None:
-    assert descriptions.describe_parts(TABLE, EngineOptions.load({}, **options), ", then vLLM") == words
+    assert descriptions.describe_gather_scatter(TABLE, EngineOptions.load({}, **options), ", then vLLM") == words
 
 
 def test_an_engine_that_must_not_depend_on_batches_takes_every_size() -> None:

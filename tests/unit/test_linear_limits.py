@@ -16,7 +16,7 @@ from llm_comm.operations.linear import Linear
 from llm_comm.operations.operation import MAX_PREPARED, TORCH_TYPES
 from llm_comm.planning.planner import Planner
 from llm_comm.planning.tables import TuningTable
-from llm_comm.runtime.statistics import Tallies
+from llm_comm.runtime.statistics import StatisticsCollector
 
 LARGEST = _core.linear_max_features
 STEP = _core.linear_multiple
@@ -28,7 +28,7 @@ CPU = torch.device("cpu")
 
 def layers_of(core: Any, epilogue: str = "none", many_tokens: bool = False) -> Linear:
     planner = Planner(1, TuningTable("test table", {}, 0), Config.load({}), mock.Mock())
-    handle = mock.Mock(device=CPU, core=mock.Mock(return_value=core), tallies=Tallies())
+    handle = mock.Mock(device=CPU, core=mock.Mock(return_value=core), statistics=StatisticsCollector())
     return Linear(handle, planner, epilogue, many_tokens)
 
 
@@ -264,7 +264,7 @@ def test_the_core_is_told_the_layer(epilogue: str) -> None:
     }
     assert (choice.block_outputs, choice.stages, choice.stage_boxes) == (0, 0, 0), "the core chooses"
     counter.add()
-    (counted,) = layers._handle.tallies.calls()
+    (counted,) = layers._handle.statistics.calls()
     assert (counted.operation, counted.algorithm, counted.bytes) == (layers._name, "linear", 2 * 1280)
     assert (prepared.shape, prepared.elements) == ((2, 5, 128), 1280)
     assert prepared.run is core.prepare_linear.return_value

@@ -239,7 +239,7 @@ PARTS = [CollectiveSubject(ALL_GATHER), CollectiveSubject(REDUCE_SCATTER)]
 
 @pytest.mark.parametrize("subject", PARTS, ids=lambda s: s.operation)
 def test_sizes_of_parts(subject: Any) -> None:
-    """As rows of tables have them: bytes of the largest part."""
+    """As rows of tables have them: bytes of the largest shard."""
     problem = subject.problem(4096, WORLD)
     assert (problem.message_bytes(), problem.whole_bytes()) == (4096, 8192)
     assert {row.up_to for row in candidates(problem, limits_of(CONFIG))} == {4096}

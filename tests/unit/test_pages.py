@@ -480,7 +480,7 @@ def tuned(*files: str) -> dict[tuple[str, int], tuple[float, float]]:
 def test_gathers_and_scatters_show_what_was_measured(index: int, files: list[str]) -> None:
     measured = tuned(*files)
     shown = list(rows("docs/reference/all_gather.md", "How fast"))
-    starts = [number for number, row in enumerate(shown) if row[0] == "part"] + [len(shown)]
+    starts = [number for number, row in enumerate(shown) if row[0] == "shard"] + [len(shown)]
     table = [row for row in shown[starts[index] : starts[index + 1]] if re.fullmatch(r"\d+[KM]", row[0])]
     assert len(table) >= 6
     for size, gather, symmetric, nccl, ratio, scatter, nccl_scatter, ratio_scatter in table:

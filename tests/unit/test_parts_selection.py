@@ -1,4 +1,4 @@
-"""Plans of all-gather and reduce-scatter: by the bytes of the largest part, within limits on the whole tensor."""
+"""Plans of all-gather and reduce-scatter: by the bytes of the largest shard, within limits on the whole tensor."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def select(problem: Problem, table: TuningTable = TABLE, config: Config = CONFIG
 
 
 def test_which_operations_have_parts() -> None:
-    assert {name for name, operation in registry.operations().items() if operation.has_parts} == set(BOTH)
+    assert {name for name, operation in registry.operations().items() if operation.has_shards} == set(BOTH)
 
 
 @both
@@ -93,7 +93,7 @@ def test_the_limit_of_a_table_is_one_of_the_largest_part(operation: str) -> None
         plan = select(problem_of(operation, sizes))
         assert plan.algorithm == "declined"
         nbytes = (1 << 20) + (2 if operation == ALL_GATHER else 4)
-        assert plan.reason == f"the largest part has {nbytes} bytes, more than max_message_bytes=1048576"
+        assert plan.reason == f"the largest shard has {nbytes} bytes, more than max_message_bytes=1048576"
 
 
 @both
@@ -139,7 +139,7 @@ def test_rows_that_are_in_a_table_win(operation: str) -> None:
 def test_general_rows_are_valid() -> None:
     for operation in BOTH:
         for sm_count in (0, 1, 108, 148):
-            rows = [row_of_fields(fields) for fields in _core.rows_of_parts(operation, sm_count)]
+            rows = [row_of_fields(fields) for fields in _core.rows_of_shards(operation, sm_count)]
             assert [row.up_to for row in rows] == sorted(row.up_to for row in rows)
             for row in rows:
                 algorithm = registry.operations()[operation].find(row.algorithm, row.protocol)
@@ -209,7 +209,7 @@ def test_core_accepts_every_plan(operation: str) -> None:
 
 def test_core_refuses_sizes_that_describe_no_parts() -> None:
     for rows, sizes, count, message in (
-        (1.0, [4.0, 5.0], 4, "count is 4; the largest part has 5 elements"),
+        (1.0, [4.0, 5.0], 4, "count is 4; the largest shard has 5 elements"),
         (0.0, [4.0, 5.0], 5, "rows is 0.000000; it must be a whole number above 0"),
         (1.0, [4.5, 5.0], 5, "size_0 is 4.5"),
         (1.0, [4.0, -5.0], 4, "size_1 is -5"),

@@ -83,7 +83,7 @@ def test_kernels_of_all_plans_are_loaded(table: TuningTable, multicast: Multicas
 def test_kernels_that_no_plan_names_are_not_loaded(table: TuningTable) -> None:
     planner = Planner(8, table, CONFIG, limits_of(CONFIG))
     found = [a for operation in registry.operations().values() for a in operation.algorithms]
-    optional = {a.number for a in found if a.by_switch or a.protocol == "Port" or a.name == "one_shot_hb"}
+    optional = {a.number for a in found if a.uses_multimem or a.protocol == "Port" or a.name == "one_shot_hb"}
     assert len(optional) == 12
     assert not optional.intersection(planner.choosable())
 

@@ -14,7 +14,7 @@ import pytest
 from harness import names_of_world
 
 from llm_comm.runtime import watchdog as watchdogs
-from llm_comm.runtime.status import RankError, RankState, Sighting, StatusBoard, fit
+from llm_comm.runtime.status import PeerStatus, RankError, RankState, StatusBoard, fit
 from llm_comm.runtime.watchdog import Watchdog
 
 STATE = RankState(last_call="one-shot all-reduce of 8 bf16 (call 3)")
@@ -53,7 +53,7 @@ def test_ranks_are_seen_in_their_order() -> None:
     for rank in pages:
         StatusBoard(rank, pages).publish(replace(STATE, remark=str(rank)))
     board = StatusBoard(0, pages)
-    assert [sighting.state and sighting.state.remark for sighting in board.look()] == ["0", "1", "2"]
+    assert [status.state and status.state.remark for status in board.look()] == ["0", "1", "2"]
     board.close()
     assert all(page.closed for page in pages.values())
 
@@ -61,10 +61,10 @@ def test_ranks_are_seen_in_their_order() -> None:
 def test_a_process_that_has_exited(page: mmap.mmap) -> None:
     process = subprocess.Popen(["sleep", "60"])
     board = StatusBoard(0, {0: page, 1: mmap.mmap(-1, 4096)}, {1: os.pidfd_open(process.pid)})
-    assert [sighting.has_exited for sighting in board.look()] == [None, False]
+    assert [status.has_exited for status in board.look()] == [None, False]
     process.kill()
     process.wait()
-    assert [sighting.has_exited for sighting in board.look()] == [None, True]
+    assert [status.has_exited for status in board.look()] == [None, True]
     board.close()
 
 
@@ -94,7 +94,7 @@ def test_longest_texts_fit(page: mmap.mmap) -> None:
 class HeldUp(StatusBoard):
     """Whoever has looked is not let go on for a while, as on a machine that has much to do."""
 
-    def look(self) -> list[Sighting]:
+    def look(self) -> list[PeerStatus]:
         seen = super().look()
         time.sleep(0.3)
         return seen

@@ -30,7 +30,7 @@ CONFIG = Config.load({})
 def by_switch(monkeypatch: pytest.MonkeyPatch) -> None:
     """``two_shot_hb`` sums in the switch, and ``one_shot_hb`` stores by it."""
     known = registry.operations()
-    flags = {"two_shot_hb": {"by_switch": True, "sums_in_switch": True}, "one_shot_hb": {"by_switch": True}}
+    flags = {"two_shot_hb": {"uses_multimem": True, "sums_in_switch": True}, "one_shot_hb": {"uses_multimem": True}}
     all_reduce = known[ALL_REDUCE]
     changed = tuple(a._replace(**flags.get(a.name, {})) for a in all_reduce.algorithms)
     found = {**known, ALL_REDUCE: all_reduce._replace(algorithms=changed)}

@@ -12,7 +12,7 @@ CHUNK = 8
 SEMAPHORE_BLOCKS = 384
 BF16 = tuple(registry.data_types()).index("bf16")
 BYTE = tuple(registry.data_types()).index("byte")
-BY_SWITCH = [a for o in registry.operations().values() for a in o.algorithms if a.by_switch]
+BY_SWITCH = [a for o in registry.operations().values() for a in o.algorithms if a.uses_multimem]
 by_switch = pytest.mark.parametrize("algorithm", BY_SWITCH, ids=lambda a: f"{a.operation}/{a.name}")
 IN_CHUNKS = [a for a in BY_SWITCH if a.protocol == "Switch" and a.operation != "all_reduce_add_rms_norm"]
 FUSED_SUMS = next(a for a in BY_SWITCH if (a.operation, a.name) == ("all_reduce_add_rms_norm", "two_shot_ld_reduce"))
@@ -38,7 +38,7 @@ def problem_of(algorithm: registry.Algorithm, rows: int, world: int) -> _core.Pr
     return _core.Problem(count=count, row=0, data_type=data_type, world_size=world, parameters=parameters)
 
 
-CHOICE = _core.Choice(blocks=8, threads=256, tile_lines=8, cluster=1, depth=2)
+CHOICE = _core.TuningParameters(blocks=8, threads=256, tile_lines=8, cluster=1, depth=2)
 
 
 def test_names() -> None:
@@ -91,5 +91,5 @@ def test_rows_that_are_staged_fit_into_both(world: int) -> None:
 def test_blocks_that_signal_have_words() -> None:
     problem = problem_of(FUSED_SUMS, 4096, 2)
     limits = limits_of(sm_count=4096, slot_bytes=1 << 30, staging_bytes=1 << 31)
-    shape = _core.shape(FUSED_SUMS.number, problem, _core.Choice(blocks=4096, threads=64, cluster=1), limits)
+    shape = _core.shape(FUSED_SUMS.number, problem, _core.TuningParameters(blocks=4096, threads=64, cluster=1), limits)
     assert shape.whole.blocks == SEMAPHORE_BLOCKS

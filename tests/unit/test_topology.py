@@ -53,9 +53,9 @@ def test_ranks_of_a_machine_are_a_node(machines: str, nodes: tuple[tuple[int, ..
     for rank in range(len(machines)):
         found = placed(everyone, rank)
         assert found.nodes == nodes
-        assert found.nodes[found.node][found.place] == rank
+        assert found.nodes[found.node][found.local_rank] == rank
         assert found.ranks_here == nodes[found.node]
-        assert found.partners == tuple(ranks[found.place] for ranks in nodes)
+        assert found.partners == tuple(ranks[found.local_rank] for ranks in nodes)
         assert rank in found.partners
     assert placed(everyone, 0).hosts == tuple(f"host-{machines[ranks[0]]}" for ranks in nodes)
 

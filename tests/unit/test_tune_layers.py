@@ -11,8 +11,8 @@ import torch.distributed as dist
 
 from llm_comm import Communicator, Config
 from llm_comm.bench import tune_layers
-from llm_comm.bench.linear_report import Choice
 from llm_comm.bench.linear_report import LayerRow as Measured
+from llm_comm.bench.linear_report import MeasuredTuning
 from llm_comm.bench.report import Result
 from llm_comm.cli import commands, launch
 from llm_comm.planning.catalogue import load_table, table_text
@@ -26,7 +26,7 @@ def measured(
     shape = {"outputs": 128, "inputs": 64, "pdl": True, **of}
     other = "cublas + silu" if shape.get("silu") else "scaled_mm" if shape.get("fp8") else "cublas"
     results = {"llm_comm": Result(us=us), other: Result(us=cublas_us)}
-    best = None if best_us is None else Choice(16, 3, 2, Result(us=best_us))
+    best = None if best_us is None else MeasuredTuning(16, 3, 2, Result(us=best_us))
     return Measured(tokens=tokens, layers=9, results=results, best=best, **shape)
 
 

@@ -21,11 +21,11 @@ inline constexpr OperationKind kAllGatherDirectCE = kKindOf<struct AllGatherDire
 
 template <int World>
 LLM_COMM_KERNEL(kStreamCopyThreads)
-all_gather_direct_ce(LLM_COMM_KERNEL_PARAM StreamCopyArgs<PartsArgs> args) {
-  if (args.stage == kMeeting) {
-    meet_before_copies<World>(args, kAllGatherDirectCE, args.range.count);
+all_gather_direct_ce(LLM_COMM_KERNEL_PARAM StreamCopyArgs<ShardsArgs> args) {
+  if (args.stage == kEntryBarrier) {
+    entry_barrier_before_copies<World>(args, kAllGatherDirectCE, args.range.count);
   } else {
-    part_behind_copies<World>(args, kAllGatherDirectCE, args.range.count);
+    exit_barrier_after_copies<World>(args, kAllGatherDirectCE, args.range.count);
   }
 }
 
@@ -44,10 +44,10 @@ struct AllGatherDirectCE : ByStreamCopies {
 
    private:
     static std::vector<StreamCopy> copies_of(const Problem& problem, uint32_t rank) {
-      const Part part = parts_of(problem).part[rank];
+      const Shard shard = shards_of(problem).shard[rank];
       const uint64_t width = element_bytes(problem.type);
-      const uint64_t to = part.first * width;
-      const uint64_t bytes = part.length * width;
+      const uint64_t to = shard.first * width;
+      const uint64_t bytes = shard.length * width;
       std::vector<StreamCopy> all;
       add_copies_to_peers(all, problem.world, rank, 0, to, bytes);
       if (bytes != 0) all.push_back({rank, 0, 0, to, bytes, true});
@@ -70,13 +70,13 @@ struct AllGatherDirectCE : ByStreamCopies {
 
   static Grid grid(const Problem& problem, const Tiling&, uint64_t, const Limits& limits) {
     if (!is_served(problem))
-      throw std::invalid_argument("copy engines take parts that lie in one piece: dim must be 0");
-    check_room_for_places(problem, limits);
-    return Operation::meeting();
+      throw std::invalid_argument("copy engines take shards that lie in one piece: dim must be 0");
+    check_room_for_offsets(problem, limits);
+    return Operation::entry_barrier_grid();
   }
 
-  static std::vector<Choice> candidates(const Problem& problem, const Limits&) {
-    return is_served(problem) ? std::vector<Choice>{Choice{}} : std::vector<Choice>{};
+  static std::vector<TuningParameters> candidates(const Problem& problem, const Limits&) {
+    return is_served(problem) ? std::vector<TuningParameters>{TuningParameters{}} : std::vector<TuningParameters>{};
   }
 };
 

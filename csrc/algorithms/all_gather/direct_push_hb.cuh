@@ -13,13 +13,13 @@ namespace llm_comm::inline LLM_COMM_TARGET {
 inline constexpr OperationKind kAllGatherDirectPushHB = kKindOf<struct AllGatherDirectPushHB>;
 
 // Positions of a shard's lines in the whole tensor. Both are multiples of lines.
-class LinesOfPart {
+class LinesOfShard {
  public:
-  LLM_COMM_DEVICE LinesOfPart(const Parts& parts, uint32_t rank, uint32_t element_bytes)
-      : first_(parts.part[rank].first * element_bytes),
-        row_bytes_(parts.row_elements * element_bytes),
-        lines_of_row_(static_cast<uint32_t>(parts.part[rank].size * element_bytes / sizeof(Line))),
-        has_gaps_(parts.rows > 1) {}
+  LLM_COMM_DEVICE LinesOfShard(const Shards& shards, uint32_t rank, uint32_t element_bytes)
+      : first_(shards.shard[rank].first * element_bytes),
+        row_bytes_(shards.row_elements * element_bytes),
+        lines_of_row_(static_cast<uint32_t>(shards.shard[rank].size * element_bytes / sizeof(Line))),
+        has_gaps_(shards.rows > 1) {}
 
   // Byte offset in the tensor of a line of the shard.
   LLM_COMM_DEVICE uint64_t offset(uint32_t line) const {
@@ -37,17 +37,17 @@ class LinesOfPart {
 
 template <DataType D, int World>
 LLM_COMM_KERNEL(kMaxDirectThreads)
-all_gather_direct_push_hb(LLM_COMM_KERNEL_PARAM DirectArgs<PartsArgs> args) {
+all_gather_direct_push_hb(LLM_COMM_KERNEL_PARAM DirectArgs<ShardsArgs> args) {
   const uint32_t block = block_number(args.comm);
   const uint32_t rank = args.comm.rank;
-  const PartView<D> source(args.input, args.parts.part[rank], 0, args.range);
-  const LinesOfPart target(args.parts, rank, sizeof(typename PartView<D>::Storage));
+  const ShardView<D> source(args.input, args.shards.shard[rank], 0, args.range);
+  const LinesOfShard target(args.shards, rank, sizeof(typename ShardView<D>::Storage));
   const Chunks chunks(block, args.tile_lines, source.lines());
 
-  DirectSession<World, 1> session(args.comm, kAllGatherDirectPushHB, PartView<D>::bytes_of(args.range.count), block);
+  DirectSession<World, 1> session(args.comm, kAllGatherDirectPushHB, ShardView<D>::bytes_of(args.range.count), block);
   session.wait_for_grids_before(source.precomputed());
   session.begin();
-  session.run(args.places, [&] {
+  session.run(args.symmetric_offsets, [&] {
     char* output[World];
     LLM_COMM_UNROLL(8)
     for (uint32_t i = 0; i < World; ++i) output[i] = session.address(0, (rank + i) % World);

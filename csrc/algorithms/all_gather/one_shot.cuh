@@ -9,7 +9,7 @@
 #pragma once
 
 #include "algorithms/all_gather/operation.cuh"
-#include "algorithms/tiled_parts.h"
+#include "algorithms/tiled_shards.h"
 #include "llm_comm/ll_bytes.cuh"
 
 namespace llm_comm::inline LLM_COMM_TARGET {
@@ -19,21 +19,21 @@ inline constexpr OperationKind kAllGatherOneShot = kKindOf<struct AllGatherOneSh
 // Thread (k, c) of a block handles line c of each of the block's tiles: it sends that line of this rank's shard to peer
 // k and receives that line of peer k's shard. Threads with k == rank copy this rank's shard to the output.
 template <DataType D>
-LLM_COMM_KERNEL(kMaxPartThreads)
-all_gather_one_shot(LLM_COMM_KERNEL_PARAM PartsArgs args) {
+LLM_COMM_KERNEL(kMaxShardThreads)
+all_gather_one_shot(LLM_COMM_KERNEL_PARAM ShardsArgs args) {
   const uint32_t block = block_number(args.comm);
   const uint32_t rank = args.comm.rank;
   const uint32_t peer = thread_index() >> args.tile_lines_log2;
   const uint32_t column = thread_index() & (args.tile_lines - 1);
-  const PartView<D> source(args.input, args.parts.part[rank], 0, args.range);
-  const PartView<D> target(args.output, args.parts.part[peer], args.parts.row_elements, args.range);
-  const uint64_t slot_lines = PartView<D>::lines_of(args.range.count);
+  const ShardView<D> source(args.input, args.shards.shard[rank], 0, args.range);
+  const ShardView<D> target(args.output, args.shards.shard[peer], args.shards.row_elements, args.range);
+  const uint64_t slot_lines = ShardView<D>::lines_of(args.range.count);
   const uint32_t first = block * args.tile_lines + column;
   const uint32_t stride = block_count() * args.tile_lines;
   const uint32_t greeting = 1;
   const ExchangedLines exchanged(source.lines(), target.lines(), greeting);
 
-  LLSession session(args.comm, kAllGatherOneShot, PartView<D>::bytes_of(args.range.count), rank, peer);
+  LLSession session(args.comm, kAllGatherOneShot, ShardView<D>::bytes_of(args.range.count), rank, peer);
   session.divide_slots(slot_lines);
   LLBytes exchange(session, args.comm, slot_lines);
   session.wait_for_grids_before(source.precomputed(), target.precomputed(), first);
@@ -55,27 +55,27 @@ all_gather_one_shot(LLM_COMM_KERNEL_PARAM PartsArgs args) {
       if (line < target.lines()) target.store(line, value);
     }
   }
-  // Each block arrives once, after all its threads have read the operation number.
+  // Each block arrives once. Its threads have all read the operation number by then.
   block_sync();
   if (thread_index() == 0) session.arrive();
 }
 
 // Kernel for few ranks: a thread sends a line of this rank's shard to all peers, copies it to the output, and receives
-// the same line from all peers. It sends one line ahead of those it waits for. `Plain`: PartsArgs::is_plain.
+// the same line from all peers. It sends one line ahead of those it waits for. `Plain`: ShardsArgs::is_plain.
 template <DataType D, int World, bool Plain>
-LLM_COMM_DEVICE void all_gather_by_lines(const PartsArgs& args, uint32_t block) {
+LLM_COMM_DEVICE void all_gather_by_lines(const ShardsArgs& args, uint32_t block) {
   constexpr uint32_t kPeers = World - 1;
   const uint32_t rank = args.comm.rank;
-  const uint32_t slot_lines = PartView<D>::lines_of(args.range.count);
-  LLSessionOf<kPeers> session(args.comm, kAllGatherOneShot, PartView<D>::bytes_of(args.range.count), rank);
-  const PartView<D> source(args.input, args.parts.part[rank], 0, args.range);
-  const PartView<D> copy(args.output, args.parts.part[rank], args.parts.row_elements, args.range);
-  PartView<D> targets[kPeers];
+  const uint32_t slot_lines = ShardView<D>::lines_of(args.range.count);
+  LLSessionOf<kPeers> session(args.comm, kAllGatherOneShot, ShardView<D>::bytes_of(args.range.count), rank);
+  const ShardView<D> source(args.input, args.shards.shard[rank], 0, args.range);
+  const ShardView<D> copy(args.output, args.shards.shard[rank], args.shards.row_elements, args.range);
+  ShardView<D> targets[kPeers];
   LLM_COMM_UNROLL(8)
   for (uint32_t i = 0; i < kPeers; ++i) {
-    targets[i] = PartView<D>(args.output, args.parts.part[session.sender(i)], args.parts.row_elements, args.range);
+    targets[i] = ShardView<D>(args.output, args.shards.shard[session.sender(i)], args.shards.row_elements, args.range);
   }
-  const auto lines_of = [&](const PartView<D>& part) { return Plain ? slot_lines : part.lines(); };
+  const auto lines_of = [&](const ShardView<D>& shard) { return Plain ? slot_lines : shard.lines(); };
   const uint32_t first = block * block_threads() + thread_index();
   const uint32_t stride = block_count() * block_threads();
   const uint32_t greeting = 1;
@@ -84,11 +84,11 @@ LLM_COMM_DEVICE void all_gather_by_lines(const PartsArgs& args, uint32_t block) 
 
   session.divide_slots(slot_lines, first);
   LLBytes exchange(session, args.comm, slot_lines, first);
-  typename PartView<D>::Load coming(source, first, first < lines_of(source), args.comm.workspace[rank]);
+  typename ShardView<D>::Load coming(source, first, first < lines_of(source), args.comm.workspace[rank]);
   session.wait_for_grids_before(source.precomputed(), copy.precomputed(), precomputed(targets), coming.precomputed(),
                                 first, sent, most);
   Line next;
-  const bool begun = session.begin_beside(coming, next);
+  const bool begun = session.begin_with_loads(coming, next);
 
   const auto send = [&](uint32_t line) {
     if (line >= sent) return;
@@ -123,8 +123,8 @@ LLM_COMM_DEVICE void all_gather_by_lines(const PartsArgs& args, uint32_t block) 
 }
 
 template <DataType D, int World>
-LLM_COMM_KERNEL(kMaxPartThreads)
-all_gather_one_shot_by_lines(LLM_COMM_KERNEL_PARAM PartsArgs args) {
+LLM_COMM_KERNEL(kMaxShardThreads)
+all_gather_one_shot_by_lines(LLM_COMM_KERNEL_PARAM ShardsArgs args) {
   const uint32_t block = block_number(args.comm);
   if (args.is_plain != 0) {
     all_gather_by_lines<D, World, true>(args, block);
@@ -135,7 +135,7 @@ all_gather_one_shot_by_lines(LLM_COMM_KERNEL_PARAM PartsArgs args) {
 
 // ---- Descriptor ----------------------------------------------------------------------------------------------------
 
-struct AllGatherOneShot : TiledParts<AllGatherOneShot> {
+struct AllGatherOneShot : TiledShards<AllGatherOneShot> {
   using Operation = AllGather;
   static constexpr AlgorithmInfo kInfo{"one_shot", "LL", "one-shot all-gather"};
 

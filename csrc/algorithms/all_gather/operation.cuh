@@ -2,29 +2,29 @@
 // any type keeps its bits.
 #pragma once
 
-#include "algorithms/parts_operation.h"
+#include "algorithms/shards_operation.h"
 
 namespace llm_comm::inline LLM_COMM_TARGET {
 
-struct AllGather : PartsOperation {
-  static constexpr OperationInfo kInfo = with_parts(
+struct AllGather : ShardsOperation {
+  static constexpr OperationInfo kInfo = with_shards(
       {.name = "all_gather", .title = "all-gather", .buffers = {{"input"}, {.name = "output", .is_output = true}}});
 
   static constexpr bool serves(DataType type) { return type == DataType::kByte; }
 
   static uint64_t elements(const Problem& problem, uint32_t buffer, uint32_t rank) {
-    const Parts parts = parts_of(problem);
-    return buffer == 0 ? parts.part[rank].length : parts.rows * parts.row_elements;
+    const Shards shards = shards_of(problem);
+    return buffer == 0 ? shards.shard[rank].length : shards.rows * shards.row_elements;
   }
 
   template <class Input>
   static uint32_t expect(const Problem& problem, uint32_t, uint64_t i, Input input) {
-    const Parts parts = parts_of(problem);
-    const uint64_t row = i / parts.row_elements;
+    const Shards shards = shards_of(problem);
+    const uint64_t row = i / shards.row_elements;
     uint32_t rank = 0;
-    const auto in_row = i % parts.row_elements;
-    while (in_row >= parts.part[rank].first + parts.part[rank].size) ++rank;
-    return input(rank, row * parts.part[rank].size + in_row - parts.part[rank].first);
+    const auto in_row = i % shards.row_elements;
+    while (in_row >= shards.shard[rank].first + shards.shard[rank].size) ++rank;
+    return input(rank, row * shards.shard[rank].size + in_row - shards.shard[rank].first);
   }
 };
 

@@ -11,19 +11,19 @@ inline constexpr OperationKind kAllGatherPushHB = kKindOf<struct AllGatherPushHB
 inline constexpr uint32_t kAllGatherPushTeams = 2;  // one sends, one copies to the output
 
 template <DataType D, int World, template <int> class Buffers>
-LLM_COMM_DEVICE void all_gather_in_steps(const PartsArgs& args, OperationKind kind) {
+LLM_COMM_DEVICE void all_gather_in_steps(const ShardsArgs& args, OperationKind kind) {
   const uint32_t block = block_number(args.comm);
   const uint32_t rank = args.comm.rank;
   const auto target_of = [&](uint32_t owner) {
-    return PartView<D>(args.output, args.parts.part[owner], args.parts.row_elements, args.range);
+    return ShardView<D>(args.output, args.shards.shard[owner], args.shards.row_elements, args.range);
   };
-  const PartView<D> source(args.input, args.parts.part[rank], 0, args.range);
-  const PartView<D> own = target_of(rank);
+  const ShardView<D> source(args.input, args.shards.shard[rank], 0, args.range);
+  const ShardView<D> own = target_of(rank);
 
-  HBSession session(args.comm, kind, PartView<D>::bytes_of(args.range.count), SignalRow::of<CommonSignals>(block),
+  HBSession session(args.comm, kind, ShardView<D>::bytes_of(args.range.count), SignalRow::of<CommonSignals>(block),
                     shared_memory<Line>());
   const StepPipeline<D, World, Buffers<World>> steps(session, args.comm, block, args.tile_lines, args.depth,
-                                                     PartView<D>::lines_of(args.range.count));
+                                                     ShardView<D>::lines_of(args.range.count));
   session.wait_for_grids_before(source.precomputed(), own.precomputed());
   session.begin();
   Buffers<World>::fence();
@@ -33,7 +33,7 @@ LLM_COMM_DEVICE void all_gather_in_steps(const PartsArgs& args, OperationKind ki
 
 template <DataType D, int World>
 LLM_COMM_KERNEL(max_hb_threads(kAllGatherPushTeams))
-all_gather_push_hb(LLM_COMM_KERNEL_PARAM PartsArgs args) {
+all_gather_push_hb(LLM_COMM_KERNEL_PARAM ShardsArgs args) {
   all_gather_in_steps<D, World, ChunkBuffers>(args, kAllGatherPushHB);
 }
 
@@ -49,7 +49,7 @@ struct AllGatherPushHB : Chunked<AllGatherPushHB> {
     return &all_gather_push_hb<D, World>;
   }
 
-  static constexpr uint64_t part_lines(const Problem& problem, uint64_t units) {
+  static constexpr uint64_t shard_lines(const Problem& problem, uint64_t units) {
     return divide_up(units * element_bytes(problem.type), sizeof(Line));
   }
 };

@@ -7,7 +7,7 @@ namespace llm_comm::inline LLM_COMM_TARGET {
 
 template <class Algorithm>
 struct ChunkedSlices : Chunked<Algorithm> {
-  static constexpr uint64_t part_lines(const Problem& problem, uint64_t units) {
+  static constexpr uint64_t shard_lines(const Problem& problem, uint64_t units) {
     return divide_up(divide_up(units * element_bytes(problem.type), sizeof(Line)), uint64_t{problem.world});
   }
 };

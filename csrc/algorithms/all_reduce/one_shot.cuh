@@ -42,7 +42,7 @@ all_reduce_one_shot(LLM_COMM_KERNEL_PARAM AllReduceArgs args) {
   // The next line to send is always in flight. The first one is loaded together with the operation number, which has
   // the same latency.
   Line next;
-  const bool begun = session.begin_beside(coming, next);
+  const bool begun = session.begin_with_loads(coming, next);
 
   const auto send = [&](uint32_t tile) {
     const uint32_t line = tile + self.column;
@@ -66,7 +66,7 @@ all_reduce_one_shot(LLM_COMM_KERNEL_PARAM AllReduceArgs args) {
       message.store_pack(tile * kPerLine + i * kWidth, sum_in_rank_order<D, World>(packs + i, tile_packs));
     });
     // Reset after the result is stored: the next operation that uses the line cannot start before this one has ended.
-    if (!self.is_own && line < lines) session.re_arm(received);
+    if (!self.is_own && line < lines) session.reset(received);
   };
 
   // Threads that abort exit after the skipped send. They are missing only in the sums of this rank, which has an error
@@ -105,7 +105,7 @@ all_reduce_one_shot_pair(LLM_COMM_KERNEL_PARAM AllReduceArgs args) {
   session.wait_for_grids_before(message.precomputed(), coming.precomputed(), first);
   // The next line to send is always in flight.
   Line next;
-  const bool begun = session.begin_beside(coming, next);
+  const bool begun = session.begin_with_loads(coming, next);
 
   const auto reduce = [&](uint32_t line, Line own) {
     Line* const received = session.incoming(line - first);
@@ -113,7 +113,7 @@ all_reduce_one_shot_pair(LLM_COMM_KERNEL_PARAM AllReduceArgs args) {
     const Line contributions[2] = {own, session.receive(received, 0)};
     message.store(line, sum_lines<D, 2>(contributions));
     // Reset after the result is stored: the next operation that uses the line cannot start before this one has ended.
-    session.re_arm(received);
+    session.reset(received);
   };
 
   if (begun && first < lines) session.send(0, next);

@@ -88,10 +88,10 @@ struct TiledAllReduce {
   // Variant 0: blocks walk over several tiles. Variant 1: the grid has one block per tile.
   static constexpr uint32_t kVariants = 2;
 
-  static Tiling tile(const Problem& problem, const Choice& choice, const Limits& limits) {
+  static Tiling tile(const Problem& problem, const TuningParameters& tuning, const Limits& limits) {
     const uint64_t world = problem.world;
     const uint32_t most_tile_lines = floor_power_of_two(kMaxBlockThreads / problem.world);
-    const uint32_t tile_lines = choice.tile_lines < most_tile_lines ? choice.tile_lines : most_tile_lines;
+    const uint32_t tile_lines = tuning.tile_lines < most_tile_lines ? tuning.tile_lines : most_tile_lines;
     const uint64_t most_lines = most_units(limits.slot_bytes / sizeof(Line),
                                            [&](uint64_t lines) { return Algorithm::slot_lines(lines, world); });
     const uint64_t lines = divide_up(problem.bytes(), sizeof(Line));
@@ -103,7 +103,7 @@ struct TiledAllReduce {
       launch_lines = divide_up(lines, divide_up(lines, most_lines) * unit) * unit;
       if (launch_lines > most_lines) launch_lines = most_lines;
     }
-    return {choice.blocks, tile_lines, 1, choice.depth, launch_lines * sizeof(Line) / element_bytes(problem.type)};
+    return {tuning.blocks, tile_lines, 1, tuning.depth, launch_lines * sizeof(Line) / element_bytes(problem.type)};
   }
 
   static Grid grid(const Problem& problem, const Tiling& tiling, uint64_t units, const Limits& limits) {
@@ -130,12 +130,12 @@ struct TiledAllReduce {
             blocks == tiles ? 1u : 0u};
   }
 
-  static std::vector<Choice> candidates(const Problem& problem, const Limits& limits) {
+  static std::vector<TuningParameters> candidates(const Problem& problem, const Limits& limits) {
     // Blocks of 1024 threads were slower at every size: their barrier waits for 32 warps.
     constexpr uint32_t kMaxThreads = 512;
     constexpr uint64_t kMaxRounds = 8;        // tiles that a block walks over, without sending ahead
     constexpr uint64_t kMaxRoundsAhead = 32;  // with sending ahead
-    std::vector<Choice> found;
+    std::vector<TuningParameters> found;
     if (!Algorithm::is_worth_measuring(problem.bytes(), problem.world)) return found;
     const uint64_t lines = divide_up(problem.bytes(), sizeof(Line));
     for (uint32_t tile_lines = 8;

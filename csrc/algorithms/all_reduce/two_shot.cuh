@@ -59,7 +59,7 @@ LLM_COMM_DEVICE void sum_in_two_shots(const AllReduceArgs& args, OperationKind k
   // The next line to send is always in flight. The first one is loaded together with the operation number, which has
   // the same latency. If begin() fails, the thread stays and does nothing: others of its block may have begun and must
   // learn that a slice is incomplete.
-  const bool begun = session.begin_beside(coming, next);
+  const bool begun = session.begin_with_loads(coming, next);
 
   const auto scatter = [&](uint32_t tile) {
     const uint32_t i = tile + self.column;
@@ -89,7 +89,7 @@ LLM_COMM_DEVICE void sum_in_two_shots(const AllReduceArgs& args, OperationKind k
       }
     } else {
       if constexpr (!BySwitch) session.send(i, sums[self.column], gather);
-      session.re_arm(i);
+      session.reset(i);
     }
   };
   const auto collect = [&](uint32_t tile) {
@@ -97,7 +97,7 @@ LLM_COMM_DEVICE void sum_in_two_shots(const AllReduceArgs& args, OperationKind k
     if (!begun || (self.is_own && !BySwitch) || i >= peer_lines) return;
     Line* const sum = BySwitch ? sum_for_all(self.peer, i) : session.incoming(i, gather);
     message.store(self.peer * slice + i, session.receive(sum, kGather));
-    session.re_arm(sum);
+    session.reset(sum);
   };
 
   if constexpr (SingleTile) {

@@ -75,10 +75,10 @@ template <DataType D, int World>
 LLM_COMM_KERNEL(kMaxDirectThreads)
 all_reduce_two_shot_ce(LLM_COMM_KERNEL_PARAM StreamCopyArgs<AllReduceArgs> args) {
   const Message<D> message(args);
-  if (args.stage == kMeeting) {
-    meet_before_copies<World>(args, kAllReduceTwoShotCE, message.bytes());
-  } else if (args.stage == kParting) {
-    part_behind_copies<World>(args, kAllReduceTwoShotCE, message.bytes());
+  if (args.stage == kEntryBarrier) {
+    entry_barrier_before_copies<World>(args, kAllReduceTwoShotCE, message.bytes());
+  } else if (args.stage == kExitBarrier) {
+    exit_barrier_after_copies<World>(args, kAllReduceTwoShotCE, message.bytes());
   } else {
     sum_piece<D, World>(args, message, args.stage - kFirstPiece);
   }
@@ -136,20 +136,20 @@ struct AllReduceTwoShotCE {
       enqueue_around(args, launch, [&] {
         const uint32_t pieces = SlicesInPieces(problem, tiling.depth).pieces();
         const uint32_t rank = args.comm.rank;
-        auto beside = copies.beside();
-        beside.follow();
+        auto side_stream = copies.side_stream();
+        side_stream.follow();
         for (uint32_t i = 0; i < pieces; ++i) {
-          beside.copy(copies.placed(coming(problem, tiling, rank, i)));
-          beside.mark(i);
+          side_stream.copy(copies.placed(coming(problem, tiling, rank, i)));
+          side_stream.record_event(i);
         }
         for (uint32_t i = 0; i < pieces; ++i) {
-          beside.hold(i);
+          side_stream.wait_event(i);
           args.stage = kFirstPiece + i;
           launch(grid);
-          beside.follow();
-          beside.copy(copies.placed(going(problem, tiling, rank, i)));
+          side_stream.follow();
+          side_stream.copy(copies.placed(going(problem, tiling, rank, i)));
         }
-        beside.join();
+        side_stream.join();
       });
     }
 
@@ -194,8 +194,8 @@ struct AllReduceTwoShotCE {
     return &all_reduce_two_shot_ce<D, World>;
   }
 
-  static Tiling tile(const Problem& problem, const Choice& choice, const Limits&) {
-    return {choice.blocks, choice.tile_lines, 1, choice.depth == 0 ? 1 : choice.depth, problem.count};
+  static Tiling tile(const Problem& problem, const TuningParameters& tuning, const Limits&) {
+    return {tuning.blocks, tuning.tile_lines, 1, tuning.depth == 0 ? 1 : tuning.depth, problem.count};
   }
 
   // Every slice that serves as a zone must be whole. With more than two ranks a message of a few lines does not satisfy
@@ -210,13 +210,13 @@ struct AllReduceTwoShotCE {
   static Grid grid(const Problem& problem, const Tiling& tiling, uint64_t, const Limits& limits) {
     if (!is_served(problem)) throw std::invalid_argument(kServed);
     Grid grid = grid_over_lines(problem, tiling, SlicesInPieces(problem, tiling.depth).piece_lines(), limits);
-    grid.is_behind_copies = true;
+    grid.is_after_copies = true;
     return grid;
   }
 
   // Two pieces hide the reduction. Every further piece costs two more copies of 3.4 us (docs/experiments/channels.md).
-  static std::vector<Choice> candidates(const Problem& problem, const Limits& limits) {
-    std::vector<Choice> found;
+  static std::vector<TuningParameters> candidates(const Problem& problem, const Limits& limits) {
+    std::vector<TuningParameters> found;
     if (!is_served(problem)) return found;
     const uint32_t sms = limits.multiprocessors();
     for (uint32_t depth : {2u, 3u, 4u, 8u}) {

@@ -5,8 +5,8 @@
 // direct.cuh proves that they may be accessed, that inputs may be overwritten afterwards, and that outputs are complete
 // at the end.
 //
-// The output may be the input, on any rank: only one rank accesses the lines of a slice in all tensors, and its thread
-// that stores a line has loaded that line from all ranks before.
+// The output may be the input, on any rank. Only one rank accesses the lines of a slice, in all tensors. The thread of
+// that rank that stores a line has loaded the line from all ranks before.
 #pragma once
 
 #include "algorithms/all_reduce/operation.cuh"
@@ -31,7 +31,7 @@ all_reduce_two_shot_pull_hb(LLM_COMM_KERNEL_PARAM DirectArgs<AllReduceArgs> args
   DirectSession<World, 2> session(args.comm, kAllReduceTwoShotPullHB, bytes, block);
   session.wait_for_grids_before(slice, own_lines);
   session.begin();
-  session.run(args.places, [&] {
+  session.run(args.symmetric_offsets, [&] {
     const char* input[World];
     char* output[World];
     LLM_COMM_UNROLL(8)

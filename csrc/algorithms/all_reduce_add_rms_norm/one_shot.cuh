@@ -44,7 +44,7 @@ all_reduce_add_rms_norm_one_shot(LLM_COMM_KERNEL_PARAM AddRmsNormArgs args) {
   const auto line_of = [&](const TileCursor& at) { return at.first + self.member * args.tile_lines + self.column; };
   const auto has_line = [&](const TileCursor& at) { return self.has_line && line_of(at) < args.row_lines; };
   const auto line_index = [&](const TileCursor& at) { return at.row * args.row_lines + line_of(at); };
-  const auto place_of = [&](uint32_t first) -> typename Norm::Place {
+  const auto position_of = [&](uint32_t first) -> typename Norm::Position {
     const uint32_t index = (first + self.member * args.tile_lines) * kElementsPerLine + thread_index() * kWidth;
     return {index, thread_index() < tile_packs && index < args.row_lines * kElementsPerLine};
   };
@@ -60,8 +60,8 @@ all_reduce_add_rms_norm_one_shot(LLM_COMM_KERNEL_PARAM AddRmsNormArgs args) {
   session.divide_slots(lines, first_line);
   const auto from_first = [&](uint64_t line) { return SingleTile ? 0 : line - first_line; };
   LineLoad<D> coming = input.load_of_line(has_line(sending), first_line);
-  auto first_residual = norm.residual_load(sending.row, place_of(0));
-  auto first_weight = norm.weight_load(place_of(0));
+  auto first_residual = norm.residual_load(sending.row, position_of(0));
+  auto first_weight = norm.weight_load(position_of(0));
   session.wait_for_grids_before(coming.precomputed(), first_residual.precomputed(), first_weight.precomputed(),
                                 norm.precomputed(), reinterpret_cast<uint64_t>(contributions));
   // The next line to send is always in flight. The first one is loaded together with the operation number, which has
@@ -92,9 +92,9 @@ all_reduce_add_rms_norm_one_shot(LLM_COMM_KERNEL_PARAM AddRmsNormArgs args) {
     const bool has = has_line(reducing);
     const uint64_t index = line_index(reducing);
     Line* const received = session.incoming(from_first(index));
-    const auto at = place_of(reducing.first);
+    const auto at = position_of(reducing.first);
     if (is_first) {
-      norm.meet();  // while the first lines are in flight
+      norm.wait_for_cluster();  // while the first lines are in flight
     } else {
       residual = norm.load_residual(reducing.row, at);
       if (tiles > 1) weight = norm.load_weight(at);
@@ -119,11 +119,11 @@ all_reduce_add_rms_norm_one_shot(LLM_COMM_KERNEL_PARAM AddRmsNormArgs args) {
       sums = norm.add(reducing.row, at, sums, residual);
     }
     // Reset while the squares travel to the other blocks.
-    if (!self.is_own && has) session.re_arm(received);
+    if (!self.is_own && has) session.reset(received);
     if (SingleTile || reducing.is_last_of_row(args.row_lines, round_lines)) {
       if (norms || warp == 0) {
         norm.finish(
-            reducing.row, tiles, [&](uint32_t tile) { return place_of(tile * round_lines); }, sums, weight,
+            reducing.row, tiles, [&](uint32_t tile) { return position_of(tile * round_lines); }, sums, weight,
             static_scale);
       }
     }

@@ -245,7 +245,7 @@ struct RowsInClusters {
   // Bit 0: the grid has one block per tile. Bit 1: the normed rows are FP8.
   static constexpr uint32_t kVariants = 4;
 
-  static Tiling tile(const Problem& problem, const Choice& choice, const Limits& limits) {
+  static Tiling tile(const Problem& problem, const TuningParameters& tuning, const Limits& limits) {
     const uint64_t rows = problem.units();
     const uint64_t fitting_rows = most_units(limits.slot_bytes / sizeof(Line),
                                              [&](uint64_t n) { return n * Algorithm::row_slot_lines(problem); });
@@ -256,7 +256,7 @@ struct RowsInClusters {
     const uint32_t resident_threads = Algorithm::resident_threads(limits);
     // If the device's clusters are smaller than the table assumes, a block gets more of the row and may have more
     // threads.
-    const uint32_t chosen_threads = choice.cluster <= limits.max_cluster ? choice.threads : kMaxFusedThreads;
+    const uint32_t chosen_threads = tuning.cluster <= limits.max_cluster ? tuning.threads : kMaxFusedThreads;
     const uint32_t most_threads = chosen_threads < Algorithm::kMaxThreads ? chosen_threads : Algorithm::kMaxThreads;
 
     const auto threads_of = [&](uint32_t in_cluster) {
@@ -268,13 +268,13 @@ struct RowsInClusters {
     };
 
     uint32_t cluster = floor_power_of_two(span_units);
-    if (cluster > choice.cluster) cluster = choice.cluster;
+    if (cluster > tuning.cluster) cluster = tuning.cluster;
     if (cluster > limits.max_cluster) cluster = limits.max_cluster;
     while (has_empty_block(span_units, cluster, divide_up(span_units, cluster))) cluster /= 2;
-    const auto is_crowded = [&] { return choice.crowded_above != 0 && launch_rows * cluster > choice.crowded_above; };
+    const auto is_crowded = [&] { return tuning.crowded_above != 0 && launch_rows * cluster > tuning.crowded_above; };
     while (cluster > 1 && is_crowded() && is_enough(cluster / 2)) cluster /= 2;
 
-    const uint64_t chosen_clusters = choice.blocks < cluster ? 1 : choice.blocks / cluster;
+    const uint64_t chosen_clusters = tuning.blocks < cluster ? 1 : tuning.blocks / cluster;
     const uint64_t most_clusters = launch_rows < chosen_clusters ? launch_rows : chosen_clusters;
     uint32_t tile_units = divide_up(span_units, cluster);
     uint32_t threads = threads_of(cluster);
@@ -290,7 +290,7 @@ struct RowsInClusters {
       if (clusters > most_clusters) clusters = most_clusters;
       if (clusters == 0) clusters = 1;
     }
-    return {static_cast<uint32_t>(cluster * clusters), unit_lines * tile_units, cluster, choice.depth, fitting_rows};
+    return {static_cast<uint32_t>(cluster * clusters), unit_lines * tile_units, cluster, tuning.depth, fitting_rows};
   }
 
   static Grid grid(const Problem& problem, const Tiling& tiling, uint64_t units, const Limits& limits) {
@@ -337,8 +337,8 @@ struct RowsInClusters {
             static_cast<uint32_t>(cluster), (is_single_tile ? 1u : 0u) | (is_quantized ? 2u : 0u)};
   }
 
-  static std::vector<Choice> candidates(const Problem& problem, const Limits& limits) {
-    std::vector<Choice> found;
+  static std::vector<TuningParameters> candidates(const Problem& problem, const Limits& limits) {
+    std::vector<TuningParameters> found;
     if (!Algorithm::is_worth_measuring(problem.bytes(), problem.world)) return found;
     const uint64_t rows = problem.units();
     const uint32_t span = Algorithm::span(problem);

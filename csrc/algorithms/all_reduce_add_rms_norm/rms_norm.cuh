@@ -35,7 +35,7 @@ class RmsNorm {
   using Values = Pack<D, Width>;
 
   // Values that a thread holds: elements of a row from `index` on.
-  struct Place {
+  struct Position {
     uint32_t index;
     bool exists;
   };
@@ -69,7 +69,7 @@ class RmsNorm {
 
   // Waits until every block of the cluster has constructed its RmsNorm. All threads call it, before the first add(),
   // with a block_sync() in between.
-  LLM_COMM_DEVICE void meet() const {
+  LLM_COMM_DEVICE void wait_for_cluster() const {
     if (args_.cluster_blocks > 1) cluster_wait();
   }
 
@@ -78,18 +78,18 @@ class RmsNorm {
 
   LLM_COMM_DEVICE uint64_t precomputed() const { return normed_.precomputed() + new_residual_.precomputed(); }
 
-  LLM_COMM_DEVICE PackLoad<D, Width> residual_load(uint32_t row, Place at) const {
+  LLM_COMM_DEVICE PackLoad<D, Width> residual_load(uint32_t row, Position at) const {
     return residual_.template load_of<Width>(at.exists && args_.residual != nullptr, element(row, at));
   }
-  LLM_COMM_DEVICE PackLoad<D, Width> weight_load(Place at) const {
+  LLM_COMM_DEVICE PackLoad<D, Width> weight_load(Position at) const {
     return weight_.template load_of<Width>(at.exists, at.index);
   }
-  LLM_COMM_DEVICE Values load_residual(uint32_t row, Place at) const {
+  LLM_COMM_DEVICE Values load_residual(uint32_t row, Position at) const {
     auto load = residual_load(row, at);
     load.begin();
     return load.end();
   }
-  LLM_COMM_DEVICE Values load_weight(Place at) const {
+  LLM_COMM_DEVICE Values load_weight(Position at) const {
     auto load = weight_load(at);
     load.begin();
     return load.end();
@@ -101,7 +101,7 @@ class RmsNorm {
 
   // Adds the residual to a row's sums, stores and returns the result, and contributes its squares. All threads of a
   // warp call it, including those without values (`at` does not exist).
-  LLM_COMM_DEVICE Values add(uint32_t row, Place at, Values sums, Values residual) const {
+  LLM_COMM_DEVICE Values add(uint32_t row, Position at, Values sums, Values residual) const {
     Values result = sums;
     if (args_.residual != nullptr) {
       LLM_COMM_UNROLL(8)
@@ -120,37 +120,37 @@ class RmsNorm {
   // Finishes a row after add() has been called for all its values: normalizes it and stores the outputs. Every warp
   // with values calls it, and in each block at least the first warp, because a block must stay while others deliver to
   // it.
-  // - `place(tile)`: position of this thread's values of tile `tile` of `tiles`.
+  // - `position(tile)`: position of this thread's values of tile `tile` of `tiles`.
   // - `values`, `weight`: results of add() and load_weight(); used if there is a single tile.
-  template <class PlaceOf>
-  LLM_COMM_DEVICE void finish(uint32_t row, uint32_t tiles, PlaceOf place, Values values, Values weight,
+  template <class PositionOf>
+  LLM_COMM_DEVICE void finish(uint32_t row, uint32_t tiles, PositionOf position, Values values, Values weight,
                               float static_scale) {
     const auto each_tile = [&](auto step) {
       if (tiles == 1) {
-        step(place(0), values, weight);
+        step(position(0), values, weight);
         return;
       }
       // This thread stored the values itself, so it may load them.
       for (uint32_t tile = 0; tile < tiles; ++tile) {
-        const Place at = place(tile);
+        const Position at = position(tile);
         step(at, at.exists ? new_residual_.template load<Width>(element(row, at)) : Values{}, load_weight(at));
       }
     };
     const float squares = combine_partials(set_of_row(), [](float a, float b) { return a + b; });
     const float factor = reciprocal_sqrt(multiply_add(squares, args_.reciprocal_hidden, args_.epsilon));
     if constexpr (!Quantized) {
-      each_tile([&](Place at, Values x, Values w) {
+      each_tile([&](Position at, Values x, Values w) {
         if (at.exists && stores_) normed_.template store<Width>(element(row, at), normalize(x, w, factor));
       });
     } else if (args_.quantization == Quantization::kStatic) {
       // Multiplies by the reciprocal, as vLLM's kernels do.
       const float reciprocal_scale = 1.0f / static_scale;
-      each_tile([&](Place at, Values x, Values w) {
+      each_tile([&](Position at, Values x, Values w) {
         store_quantized(row, at, normalize(x, w, factor), [&](float value) { return value * reciprocal_scale; });
       });
     } else if (args_.quantization == Quantization::kDynamic) {
       float magnitude = 0.0f;
-      each_tile([&](Place at, Values x, Values w) {
+      each_tile([&](Position at, Values x, Values w) {
         magnitude = at.exists ? largest_of(normalize(x, w, factor)) : 0.0f;
         LLM_COMM_UNROLL(8)
         for (uint32_t mask = 1; mask < kLanesPerChunk; mask *= 2) {
@@ -161,11 +161,11 @@ class RmsNorm {
       // Divides, as vLLM does. Multiplying by the reciprocal would give other bits.
       const float scale = larger(combine_partials(2 + set_of_row(), &larger) / kLargestE4m3, kSmallestScale);
       if (stores_ && cluster_block_rank() == 0 && thread_index() == 0) args_.scale[row] = scale;
-      each_tile([&](Place at, Values x, Values w) {
+      each_tile([&](Position at, Values x, Values w) {
         store_quantized(row, at, normalize(x, w, factor), [&](float value) { return value / scale; });
       });
     } else {
-      each_tile([&](Place at, Values x, Values w) {
+      each_tile([&](Position at, Values x, Values w) {
         const Values y = normalize(x, w, factor);
         float magnitude = largest_of(y);
         LLM_COMM_UNROLL(8)
@@ -208,7 +208,7 @@ class RmsNorm {
 
   LLM_COMM_DEVICE void expect(uint32_t set) const { delivery_expect(deliveries_ + set, chunks_, args_.cluster_blocks); }
 
-  LLM_COMM_DEVICE uint64_t element(uint32_t row, Place at) const {
+  LLM_COMM_DEVICE uint64_t element(uint32_t row, Position at) const {
     return static_cast<uint64_t>(row) * (args_.row_lines * kElementsPerLine) + at.index;
   }
 
@@ -233,7 +233,7 @@ class RmsNorm {
 
   // Delivers the value of a chunk, which all its lanes hold, to every block of the cluster. All threads of a warp call
   // it.
-  LLM_COMM_DEVICE void contribute(uint32_t set, Place at, float value) const {
+  LLM_COMM_DEVICE void contribute(uint32_t set, Position at, float value) const {
     const uint32_t chunk = at.index / (kChunkLines * kElementsPerLine);
     if constexpr (kLanesPerChunk * 4 == kWarpThreads) {
       // If the warp holds four adjacent chunks, one store delivers all four.
@@ -315,7 +315,7 @@ class RmsNorm {
   }
 
   template <class Scaled>
-  LLM_COMM_DEVICE void store_quantized(uint32_t row, Place at, Values values, Scaled scaled) const {
+  LLM_COMM_DEVICE void store_quantized(uint32_t row, Position at, Values values, Scaled scaled) const {
     if (!at.exists || !stores_) return;
     Bytes quantized;
     LLM_COMM_UNROLL(8)

@@ -24,7 +24,7 @@ namespace llm_comm::inline LLM_COMM_TARGET {
 
 inline constexpr OperationKind kAllReduceAddRmsNormTwoShot = kKindOf<struct AllReduceAddRmsNormTwoShot>;
 
-// How sums reach the other ranks: the owner of a segment sends them to each rank, or stores them to all ranks at once.
+// Way of the sums to the other ranks: the owner of a segment sends them to each rank, or stores them to all at once.
 struct Pushed {
   static constexpr bool kToAll = false;
   static constexpr bool kIsSummedBySwitch = false;
@@ -84,20 +84,20 @@ LLM_COMM_DEVICE void sum_and_norm_in_two_shots(const AddRmsNormArgs& args, Opera
     return at.row * args.row_lines + owner * segment + line_of(at);
   };
   // Values of the row that this thread collects and normalizes.
-  const auto place_of = [&](uint32_t first) -> typename Norm::Place {
+  const auto position_of = [&](uint32_t first) -> typename Norm::Position {
     const TileCursor at{0, first};
     return {(self.peer * segment + line_of(at)) * kElementsPerLine, has_line(at, self.peer)};
   };
 
   // True if this warp has values to normalize. If it has any, the first tile of a row has some.
-  const bool norms = any_lane(place_of(0).exists);
+  const bool norms = any_lane(position_of(0).exists);
 
   TileCursor scattering{self.cluster, 0};
   TileCursor reducing = scattering;
   TileCursor collecting = scattering;
   LineLoad<D> coming = input.load_of_line(has_line(scattering, self.peer), line_index(scattering, self.peer));
-  auto first_residual = norm.residual_load(collecting.row, place_of(0));
-  auto first_weight = norm.weight_load(place_of(0));
+  auto first_residual = norm.residual_load(collecting.row, position_of(0));
+  auto first_weight = norm.weight_load(position_of(0));
   session.wait_for_grids_before(coming.precomputed(), first_residual.precomputed(), first_weight.precomputed(),
                                 norm.precomputed(), slot_index(scattering), reinterpret_cast<uint64_t>(contributions));
   // The next line to send is always in flight. The first one is loaded together with the operation number, which has
@@ -129,7 +129,7 @@ LLM_COMM_DEVICE void sum_and_norm_in_two_shots(const AddRmsNormArgs& args, Opera
   const auto reduce = [&] {
     const bool has = has_line(reducing, self.rank);
     const uint64_t index = slot_index(reducing);
-    if (is_first) norm.meet();  // while the first lines are in flight
+    if (is_first) norm.wait_for_cluster();  // while the first lines are in flight
     if constexpr (kIsSummedBySwitch) {
       exchange.wait();
       if (is_first && thread_index() == 0) session.arrive();
@@ -157,7 +157,7 @@ LLM_COMM_DEVICE void sum_and_norm_in_two_shots(const AddRmsNormArgs& args, Opera
         } else if (!self.is_own || !SingleTile) {
           session.send(index, sums[self.column], gather);
         }
-        if (!self.is_own) session.re_arm(index);
+        if (!self.is_own) session.reset(index);
       }
     }
     if (!SingleTile) reducing.advance(segment, round_lines, self.clusters);
@@ -166,7 +166,7 @@ LLM_COMM_DEVICE void sum_and_norm_in_two_shots(const AddRmsNormArgs& args, Opera
   Values residual{};
   Values weight{};
   const auto collect = [&] {
-    const auto at = place_of(collecting.first);
+    const auto at = position_of(collecting.first);
     const uint64_t index = gather + slot_index(collecting);
     Line* const for_all = kToAll ? sum_for_all(self.peer, slot_index(collecting)) : nullptr;
     if (is_first_collected) {
@@ -178,7 +178,7 @@ LLM_COMM_DEVICE void sum_and_norm_in_two_shots(const AddRmsNormArgs& args, Opera
     }
     is_first_collected = false;
     const bool receives = at.exists && (kToAll || !self.is_own || !SingleTile);
-    Line sum = armed_line();
+    Line sum = sentinel_line();
     if (receives) {
       sum = session.receive(kToAll ? for_all : session.incoming(index), kGather);
     } else if (at.exists) {
@@ -186,11 +186,11 @@ LLM_COMM_DEVICE void sum_and_norm_in_two_shots(const AddRmsNormArgs& args, Opera
     }
     const Values values = norms ? norm.add(collecting.row, at, as_pack<D>(sum), residual) : Values{};
     // Reset while the squares travel to the other blocks.
-    if (receives) session.re_arm(kToAll ? for_all : session.incoming(index));
+    if (receives) session.reset(kToAll ? for_all : session.incoming(index));
     if (SingleTile || collecting.is_last_of_row(segment, round_lines)) {
       if (norms || thread_index() < kWarpThreads) {
         norm.finish(
-            collecting.row, tiles, [&](uint32_t tile) { return place_of(tile * round_lines); }, values, weight,
+            collecting.row, tiles, [&](uint32_t tile) { return position_of(tile * round_lines); }, values, weight,
             static_scale);
       }
     }

@@ -73,14 +73,14 @@ struct LinearMemory {
   static constexpr uint32_t kBarrierBytes = sizeof(uint64_t);
   static_assert(linear::kBarrierBytes >= 2 * linear::kMaxStages * kBarrierBytes);
 
-  SharedPlace start;
+  SharedAddress start;
 
-  LLM_COMM_DEVICE SharedPlace full(uint32_t stage) const { return start + 2 * stage * kBarrierBytes; }
-  LLM_COMM_DEVICE SharedPlace empty(uint32_t stage) const { return full(stage) + kBarrierBytes; }
-  LLM_COMM_DEVICE SharedPlace scales() const { return start + linear::kBarrierBytes; }
-  LLM_COMM_DEVICE SharedPlace stage_at(uint32_t offset) const { return start + (linear::kHeaderBytes + offset); }
+  LLM_COMM_DEVICE SharedAddress full(uint32_t stage) const { return start + 2 * stage * kBarrierBytes; }
+  LLM_COMM_DEVICE SharedAddress empty(uint32_t stage) const { return full(stage) + kBarrierBytes; }
+  LLM_COMM_DEVICE SharedAddress scales() const { return start + linear::kBarrierBytes; }
+  LLM_COMM_DEVICE SharedAddress stage_at(uint32_t offset) const { return start + (linear::kHeaderBytes + offset); }
   // Block scales of the tiles at `offset` in the ring: 4 bytes for each tile row of 128 bytes.
-  LLM_COMM_DEVICE SharedPlace block_scales(const LinearArgs& args, uint32_t offset) const {
+  LLM_COMM_DEVICE SharedAddress block_scales(const LinearArgs& args, uint32_t offset) const {
     return stage_at(args.stages * args.stage_bytes + offset / kBoxBytesOfScale);
   }
 };
@@ -148,7 +148,7 @@ class LinearFetch {
 
  private:
   LLM_COMM_DEVICE void fetch_weights(const StageCursor& at) const {
-    const SharedPlace full = memory_.full(at.stage);
+    const SharedAddress full = memory_.full(at.stage);
     fetch_begin(full, args_.stage_bytes);
     fetch_boxes<WeightParts>(memory_.stage_at(at.offset), args_.weight, tile_.first_output, at.first,
                              args_.block_outputs, args_.stage_boxes, full,
@@ -156,7 +156,7 @@ class LinearFetch {
     if constexpr (BlockScales) scales_.fetch_of_rows(memory_.block_scales(args_, at.offset), at.first, boxes_at(at));
   }
   LLM_COMM_DEVICE void fetch_tokens(const StageCursor& at) const {
-    const SharedPlace full = memory_.full(at.stage);
+    const SharedAddress full = memory_.full(at.stage);
     fetch_boxes<1>(memory_.stage_at(at.offset) + x_offset_, args_.x, tile_.first_token, at.first, Tokens,
                    args_.stage_boxes, full, BoxUse::kShared);
     if constexpr (BlockScales) {
@@ -177,7 +177,7 @@ class LinearFetch {
 };
 
 // Adds the products of the team's tiles to `sums`. Called by all threads of the team.
-template <FactorType F, bool BlockScales, uint32_t Tokens>
+template <OperandType F, bool BlockScales, uint32_t Tokens>
 LLM_COMM_DEVICE void multiply_for_linear(const LinearArgs& args, const LinearMemory& memory, uint32_t team,
                                          float (&sums)[Tokens / 2]) {
   static_assert(linear::kTeams == 2, "the boxes of a team: every second one");
@@ -219,7 +219,7 @@ LLM_COMM_DEVICE void multiply_for_linear(const LinearArgs& args, const LinearMem
   multiply_wait<0>(sums);
 }
 
-template <FactorType F, DataType D, uint32_t kParts, bool BlockScales, uint32_t Tokens>
+template <OperandType F, DataType D, uint32_t kParts, bool BlockScales, uint32_t Tokens>
 LLM_COMM_KERNEL(linear::kThreads)
 linear_layer(LLM_COMM_KERNEL_PARAM LinearArgs args) {
   const LinearMemory memory{tile_memory()};
@@ -292,7 +292,7 @@ linear_layer(LLM_COMM_KERNEL_PARAM LinearArgs args) {
   }
 }
 
-template <FactorType F, DataType D, uint32_t Parts, bool BlockScales>
+template <OperandType F, DataType D, uint32_t Parts, bool BlockScales>
 LinearKernel LinearKernels<F, D, Parts, BlockScales>::find(uint32_t token_rows) {
   switch (token_rows) {
     case 8:

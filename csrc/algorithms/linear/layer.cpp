@@ -30,7 +30,7 @@ uint32_t weight_rows(const LinearProblem& problem) { return weight_parts(problem
 // Granularity of block_outputs. Results are stored in 16-byte lines; a line needs kLineElements rows of each part.
 uint32_t rows_of_line(const LinearProblem& problem) { return weight_parts(problem.epilogue) * kLineElements; }
 
-uint32_t boxes_of_row(const LinearProblem& problem) { return problem.inputs / inputs_multiple(problem.factors); }
+uint32_t boxes_of_row(const LinearProblem& problem) { return problem.inputs / inputs_multiple(problem.operands); }
 
 uint32_t shared_bytes(const LinearProblem& problem, const LinearChoice& choice) {
   const uint32_t ring = choice.stages * stage_bytes(problem, choice);
@@ -119,11 +119,11 @@ void check_range(const char* name, uint32_t value, uint32_t most) {
 
 void check(const LinearProblem& problem) {
   const auto refuse = [](const std::string& why) { throw std::invalid_argument("linear layer: " + why); };
-  if (!serves(problem.factors, problem.type)) {
-    refuse(std::string("it has no kernels for ") + factor_type_name(problem.factors) + " with results of " +
+  if (!serves(problem.operands, problem.type)) {
+    refuse(std::string("it has no kernels for ") + operand_type_name(problem.operands) + " with results of " +
            data_type_name(problem.type));
   }
-  const uint32_t most = serves_many(problem.factors, weight_parts(problem.epilogue)) ? kMaxManyTokens : kMaxTokens;
+  const uint32_t most = serves_many(problem.operands, weight_parts(problem.epilogue)) ? kMaxManyTokens : kMaxTokens;
   if (problem.tokens == 0 || problem.tokens > most) {
     refuse(std::to_string(problem.tokens) + " tokens; it takes 1 to " + std::to_string(most));
   }
@@ -132,10 +132,10 @@ void check(const LinearProblem& problem) {
     refuse(std::to_string(features) + " " + name + "; it takes multiples of " + std::to_string(multiple) + " up to " +
            std::to_string(kMaxFeatures));
   };
-  check_features(problem.inputs, "inputs", inputs_multiple(problem.factors));
+  check_features(problem.inputs, "inputs", inputs_multiple(problem.operands));
   check_features(problem.outputs, "outputs", kMultiple);
   if (!has_block_scales(problem) && problem.weight_scale != ScaleOf::kBlock) return;
-  if (problem.factors != FactorType::kFloat8) refuse("scales of blocks are for FP8");
+  if (problem.operands != OperandType::kFloat8) refuse("scales of blocks are for FP8");
   if (problem.x_scale != problem.weight_scale) refuse("both operands have scales of blocks, or neither has");
   if (problem.x_scale_token_stride == 0 || problem.x_scale_block_stride == 0) {
     refuse("scales of blocks of x need strides of tokens and of blocks");

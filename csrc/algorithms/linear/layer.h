@@ -46,18 +46,18 @@ static_assert(kBarrierBytes + kScalesBytes <= kHeaderBytes);
 inline constexpr uint32_t kSumsPadding = 4;
 
 // Returns whether there are kernels for this pair of operand type and result type.
-constexpr bool serves(FactorType factors, DataType type) {
+constexpr bool serves(OperandType operands, DataType type) {
   const bool is_bf16 = type == DataType::kBFloat16, is_fp16 = type == DataType::kFloat16;
-  if (factors == FactorType::kFloat8) return is_bf16 || is_fp16;
-  return factors == FactorType::kBFloat16 ? is_bf16 : is_fp16;
+  if (operands == OperandType::kFloat8) return is_bf16 || is_fp16;
+  return operands == OperandType::kBFloat16 ? is_bf16 : is_fp16;
 }
 
 // Multiple that the number of inputs must be: the columns of one tile.
-constexpr uint32_t inputs_multiple(FactorType factors) { return kBoxRowBytes / factor_bytes(factors); }
+constexpr uint32_t inputs_multiple(OperandType operands) { return kBoxRowBytes / operand_bytes(operands); }
 
 // Returns whether there are kernels for more than kMaxTokens tokens. They are for prefills of batch-invariant engines.
-constexpr bool serves_many(FactorType factors, uint32_t weight_parts) {
-  return factors != FactorType::kFloat8 && weight_parts == 1;
+constexpr bool serves_many(OperandType operands, uint32_t weight_parts) {
+  return operands != OperandType::kFloat8 && weight_parts == 1;
 }
 
 // Rows of a tile of x for this number of tokens. Each value has a kernel of its own.

@@ -20,8 +20,8 @@ constexpr uint32_t weight_parts(LinearEpilogue epilogue) { return epilogue == Li
 
 // Operand type of layers without scales whose results have this type. Types that no kernel serves give kBFloat16;
 // linear::check() rejects them.
-constexpr FactorType factors_of_type(DataType type) {
-  return type == DataType::kFloat16 ? FactorType::kFloat16 : FactorType::kBFloat16;
+constexpr OperandType operands_of_type(DataType type) {
+  return type == DataType::kFloat16 ? OperandType::kFloat16 : OperandType::kBFloat16;
 }
 
 // Granularity of the scales of an FP8 operand. An element stands for its value times its scale.
@@ -33,11 +33,11 @@ enum class ScaleOf : uint32_t {
 inline constexpr uint32_t kScaleBlock = 128;
 
 struct LinearProblem {
-  uint32_t tokens;     // rows of x and y
-  uint32_t inputs;     // columns of x and of the weight
-  uint32_t outputs;    // columns of y, rows of each part of the weight
-  FactorType factors;  // element type of x and of the weight
-  DataType type;       // element type of y: the same, unless operands are FP8
+  uint32_t tokens;       // rows of x and y
+  uint32_t inputs;       // columns of x and of the weight
+  uint32_t outputs;      // columns of y, rows of each part of the weight
+  OperandType operands;  // element type of x and of the weight
+  DataType type;         // element type of y: the same, unless operands are FP8
   LinearEpilogue epilogue = LinearEpilogue::kNone;
   // FP8 only.
   ScaleOf x_scale = ScaleOf::kTensor;

@@ -17,10 +17,10 @@ namespace llm_comm::inline LLM_COMM_TARGET {
 //   team 1, thread kMaxBlockOutputs + t:  bias of that row
 // Scales of the weight and the bias are read before earlier grids have ended, as the weight is. Layout in shared
 // memory, fp32: kMaxTokens scales of tokens, kMaxBlockOutputs scales of rows, kMaxBlockOutputs elements of the bias.
-template <FactorType F, DataType D, bool BlockScales>
+template <OperandType F, DataType D, bool BlockScales>
 class LinearScales {
  public:
-  LLM_COMM_DEVICE LinearScales(const LinearArgs& args, SharedPlace place) : args_(args), place_(place) {}
+  LLM_COMM_DEVICE LinearScales(const LinearArgs& args, SharedAddress place) : args_(args), place_(place) {}
 
   // Called by all threads of the teams. Row r < `outputs` of the weight tile is output first_output + r of the first
   // part of the weight. Row outputs + r is the same output of the second part.
@@ -75,14 +75,14 @@ class LinearScales {
   }
 
  private:
-  static constexpr bool kIsScaled = F == FactorType::kFloat8 && !BlockScales;
+  static constexpr bool kIsScaled = F == OperandType::kFloat8 && !BlockScales;
 
   LLM_COMM_DEVICE bool has_bias() const { return args_.bias != nullptr; }
   LLM_COMM_DEVICE bool is_used() const { return kIsScaled || has_bias(); }
   static LLM_COMM_DEVICE uint32_t load_bits(const float* scale) { return float_to_bits(load_plain(scale)); }
 
   const LinearArgs& args_;
-  SharedPlace place_;
+  SharedAddress place_;
   // Bits of a scale or of an element of the bias. share() converts them: a conversion here would wait for the load.
   uint32_t own_ = 0;
 };
@@ -115,11 +115,11 @@ class BlockScaleFetch {
     }
   }
 
-  LLM_COMM_DEVICE void fetch_of_rows(SharedPlace to, uint32_t first, uint32_t boxes) const {
+  LLM_COMM_DEVICE void fetch_of_rows(SharedAddress to, uint32_t first, uint32_t boxes) const {
     LLM_COMM_UNROLL(1)
     for (uint32_t b = 0; b < boxes; ++b, to = to + rows_ * kScaleBytes) fetch(to, rows_, of_rows_, first + b);
   }
-  LLM_COMM_DEVICE void fetch_of_tokens(SharedPlace to, uint32_t first, uint32_t boxes) const {
+  LLM_COMM_DEVICE void fetch_of_tokens(SharedAddress to, uint32_t first, uint32_t boxes) const {
     LLM_COMM_UNROLL(1)
     for (uint32_t b = 0; b < boxes; ++b, to = to + Tokens * kScaleBytes) {
       fetch(to, Tokens, of_tokens_, uint64_t{first + b} * step_);
@@ -131,7 +131,7 @@ class BlockScaleFetch {
 
   static LLM_COMM_DEVICE uint32_t smaller(uint32_t a, uint32_t b) { return a < b ? a : b; }
 
-  LLM_COMM_DEVICE void fetch(SharedPlace to, uint32_t count, const float* const (&from)[2], uint64_t offset) const {
+  LLM_COMM_DEVICE void fetch(SharedAddress to, uint32_t count, const float* const (&from)[2], uint64_t offset) const {
     LLM_COMM_UNROLL(2)
     for (uint32_t i = 0; i < 2; ++i) {
       const uint32_t r = lane_ + i * kWarpThreads;
@@ -158,7 +158,7 @@ template <uint32_t N>
 class BlockPromotion {
  public:
   // Loads the scales of the rows and tokens of this thread's values while the tensor cores multiply the tile.
-  LLM_COMM_DEVICE BlockPromotion(SharedPlace of_rows, SharedPlace of_tokens) {
+  LLM_COMM_DEVICE BlockPromotion(SharedAddress of_rows, SharedAddress of_tokens) {
     const uint32_t thread = thread_index() % kTeamThreads;
     LLM_COMM_UNROLL(128)
     for (uint32_t i = 0; i < N; ++i) {

@@ -10,26 +10,26 @@
 
 #include "algorithms/block_sum.cuh"
 #include "algorithms/reduce_scatter/operation.cuh"
-#include "algorithms/tiled_parts.h"
+#include "algorithms/tiled_shards.h"
 #include "llm_comm/ll_session.cuh"
 
 namespace llm_comm::inline LLM_COMM_TARGET {
 
 inline constexpr OperationKind kReduceScatterOneShot = kKindOf<struct ReduceScatterOneShot>;
 
-// Thread (k, c) of a block handles line c of each of the block's tiles: it sends that line of peer k's shard to peer k,
-// and receives peer k's contribution to that line of this rank's shard. Threads with k == rank load this rank's
+// Thread (k, c) of a block handles line c of each of the block's tiles. The thread sends that line of peer k's shard to
+// peer k, and receives peer k's contribution to that line of this rank's shard. Threads with k == rank load this rank's
 // contribution.
 template <DataType D, int World>
-LLM_COMM_KERNEL(kMaxPartThreads)
-reduce_scatter_one_shot(LLM_COMM_KERNEL_PARAM PartsArgs args) {
+LLM_COMM_KERNEL(kMaxShardThreads)
+reduce_scatter_one_shot(LLM_COMM_KERNEL_PARAM ShardsArgs args) {
   const uint32_t block = block_number(args.comm);
   const uint32_t rank = args.comm.rank;
   const uint32_t peer = thread_index() >> args.tile_lines_log2;
   const uint32_t column = thread_index() & (args.tile_lines - 1);
-  const PartView<D> source(args.input, args.parts.part[peer], args.parts.row_elements, args.range);
-  const PartView<D> target(args.output, args.parts.part[rank], 0, args.range);
-  const uint64_t slot_lines = PartView<D>::lines_of(args.range.count);
+  const ShardView<D> source(args.input, args.shards.shard[peer], args.shards.row_elements, args.range);
+  const ShardView<D> target(args.output, args.shards.shard[rank], 0, args.range);
+  const uint64_t slot_lines = ShardView<D>::lines_of(args.range.count);
   const uint32_t stride = block_count() * args.tile_lines;
   const uint32_t greeting = 1;
   const ExchangedLines exchanged(source.lines(), target.lines(), greeting);
@@ -40,7 +40,7 @@ reduce_scatter_one_shot(LLM_COMM_KERNEL_PARAM PartsArgs args) {
   Line* const sums = contributions + World * args.tile_lines;  // [column]
   if (thread_index() == 0) *incomplete = 0;
 
-  LLSession session(args.comm, kReduceScatterOneShot, PartView<D>::bytes_of(args.range.count), rank, peer);
+  LLSession session(args.comm, kReduceScatterOneShot, ShardView<D>::bytes_of(args.range.count), rank, peer);
   session.divide_slots(slot_lines);
   session.wait_for_grids_before(source.precomputed(), target.precomputed(), reinterpret_cast<uint64_t>(contributions));
   // If begin() fails, the thread stays and does nothing. Others of its block may have begun and must learn that a line
@@ -66,7 +66,7 @@ reduce_scatter_one_shot(LLM_COMM_KERNEL_PARAM PartsArgs args) {
     block_sync();
     if (line >= exchanged.received || *incomplete != 0) continue;
     if (peer != rank) {
-      session.re_arm(line);
+      session.reset(line);
     } else if (line < target.lines()) {
       target.store(line, sums[column]);
     }
@@ -74,21 +74,21 @@ reduce_scatter_one_shot(LLM_COMM_KERNEL_PARAM PartsArgs args) {
 }
 
 // Kernel for few ranks: a thread sends a line of every peer's shard and adds what it receives to this rank's own. It
-// sends one line ahead of those it waits for. `Plain`: PartsArgs::is_plain.
+// sends one line ahead of those it waits for. `Plain`: ShardsArgs::is_plain.
 template <DataType D, int World, bool Plain>
-LLM_COMM_DEVICE void reduce_scatter_by_lines(const PartsArgs& args, uint32_t block) {
+LLM_COMM_DEVICE void reduce_scatter_by_lines(const ShardsArgs& args, uint32_t block) {
   constexpr uint32_t kPeers = World - 1;
   const uint32_t rank = args.comm.rank;
-  const uint32_t slot_lines = PartView<D>::lines_of(args.range.count);
-  LLSessionOf<kPeers> session(args.comm, kReduceScatterOneShot, PartView<D>::bytes_of(args.range.count), rank);
-  PartView<D> sources[kPeers];
+  const uint32_t slot_lines = ShardView<D>::lines_of(args.range.count);
+  LLSessionOf<kPeers> session(args.comm, kReduceScatterOneShot, ShardView<D>::bytes_of(args.range.count), rank);
+  ShardView<D> sources[kPeers];
   LLM_COMM_UNROLL(8)
   for (uint32_t k = 0; k < kPeers; ++k) {
-    sources[k] = PartView<D>(args.input, args.parts.part[session.receiver(k)], args.parts.row_elements, args.range);
+    sources[k] = ShardView<D>(args.input, args.shards.shard[session.receiver(k)], args.shards.row_elements, args.range);
   }
-  const PartView<D> own(args.input, args.parts.part[rank], args.parts.row_elements, args.range);
-  const PartView<D> target(args.output, args.parts.part[rank], 0, args.range);
-  const auto lines_of = [&](const PartView<D>& part) { return Plain ? slot_lines : part.lines(); };
+  const ShardView<D> own(args.input, args.shards.shard[rank], args.shards.row_elements, args.range);
+  const ShardView<D> target(args.output, args.shards.shard[rank], 0, args.range);
+  const auto lines_of = [&](const ShardView<D>& shard) { return Plain ? slot_lines : shard.lines(); };
   const uint32_t first = block * block_threads() + thread_index();
   const uint32_t stride = block_count() * block_threads();
   const uint32_t greeting = 1;
@@ -96,18 +96,18 @@ LLM_COMM_DEVICE void reduce_scatter_by_lines(const PartsArgs& args, uint32_t blo
   const uint32_t most = Plain ? slot_lines : at_least(received, most_lines(sources));
 
   session.divide_slots(slot_lines, first);
-  typename PartView<D>::Load coming[kPeers];
+  typename ShardView<D>::Load coming[kPeers];
   uint64_t first_loads = 0;
   LLM_COMM_UNROLL(8)
   for (uint32_t k = 0; k < kPeers; ++k) {
     const bool is_there = first < lines_of(sources[k]);
-    coming[k] = typename PartView<D>::Load(sources[k], first, is_there, args.comm.workspace[rank]);
+    coming[k] = typename ShardView<D>::Load(sources[k], first, is_there, args.comm.workspace[rank]);
     first_loads += coming[k].precomputed();
   }
   session.wait_for_grids_before(precomputed(sources), own.precomputed(), target.precomputed(), first_loads, first,
                                 received, most);
   Line next[kPeers];
-  const bool begun = session.begin_beside(coming, next);
+  const bool begun = session.begin_with_loads(coming, next);
 
   const auto send = [&](uint32_t line) {
     LLM_COMM_UNROLL(8)
@@ -130,7 +130,7 @@ LLM_COMM_DEVICE void reduce_scatter_by_lines(const PartsArgs& args, uint32_t blo
     if (session.aborted()) return;
     if (is_there) target.template store<Plain>(line, sum_with_others<D, World>(rank, contribution, others));
     LLM_COMM_UNROLL(8)
-    for (uint32_t i = 0; i < kPeers; ++i) session.re_arm_of(i, line - first);
+    for (uint32_t i = 0; i < kPeers; ++i) session.reset_of(i, line - first);
   };
   for (uint32_t line = first;; line += stride) {
     if (begun) send(line);
@@ -147,8 +147,8 @@ LLM_COMM_DEVICE void reduce_scatter_by_lines(const PartsArgs& args, uint32_t blo
 }
 
 template <DataType D, int World>
-LLM_COMM_KERNEL(kMaxPartThreads)
-reduce_scatter_one_shot_by_lines(LLM_COMM_KERNEL_PARAM PartsArgs args) {
+LLM_COMM_KERNEL(kMaxShardThreads)
+reduce_scatter_one_shot_by_lines(LLM_COMM_KERNEL_PARAM ShardsArgs args) {
   const uint32_t block = block_number(args.comm);
   if (args.is_plain != 0) {
     reduce_scatter_by_lines<D, World, true>(args, block);
@@ -159,7 +159,7 @@ reduce_scatter_one_shot_by_lines(LLM_COMM_KERNEL_PARAM PartsArgs args) {
 
 // ---- Descriptor ----------------------------------------------------------------------------------------------------
 
-struct ReduceScatterOneShot : TiledParts<ReduceScatterOneShot> {
+struct ReduceScatterOneShot : TiledShards<ReduceScatterOneShot> {
   using Operation = ReduceScatter;
   static constexpr AlgorithmInfo kInfo{"one_shot", "LL", "one-shot reduce-scatter"};
 

@@ -12,19 +12,19 @@ inline constexpr OperationKind kReduceScatterPushHB = kKindOf<struct ReduceScatt
 inline constexpr uint32_t kReduceScatterTeams = 2;  // one sends, one reduces
 
 template <DataType D, int World, template <int> class Buffers>
-LLM_COMM_DEVICE void reduce_scatter_in_steps(const PartsArgs& args, OperationKind kind) {
+LLM_COMM_DEVICE void reduce_scatter_in_steps(const ShardsArgs& args, OperationKind kind) {
   const uint32_t block = block_number(args.comm);
   const uint32_t rank = args.comm.rank;
   const auto source_of = [&](uint32_t owner) {
-    return PartView<D>(args.input, args.parts.part[owner], args.parts.row_elements, args.range);
+    return ShardView<D>(args.input, args.shards.shard[owner], args.shards.row_elements, args.range);
   };
-  const PartView<D> own = source_of(rank);
-  const PartView<D> target(args.output, args.parts.part[rank], 0, args.range);
+  const ShardView<D> own = source_of(rank);
+  const ShardView<D> target(args.output, args.shards.shard[rank], 0, args.range);
 
-  HBSession session(args.comm, kind, PartView<D>::bytes_of(args.range.count), SignalRow::of<CommonSignals>(block),
+  HBSession session(args.comm, kind, ShardView<D>::bytes_of(args.range.count), SignalRow::of<CommonSignals>(block),
                     shared_memory<Line>());
   const StepPipeline<D, World, Buffers<World>> steps(session, args.comm, block, args.tile_lines, args.depth,
-                                                     PartView<D>::lines_of(args.range.count));
+                                                     ShardView<D>::lines_of(args.range.count));
   session.wait_for_grids_before(own.precomputed(), target.precomputed());
   session.begin();
   steps.run([&](const Team& team, uint32_t t) { steps.stage(team, t, source_of); },
@@ -33,7 +33,7 @@ LLM_COMM_DEVICE void reduce_scatter_in_steps(const PartsArgs& args, OperationKin
 
 template <DataType D, int World>
 LLM_COMM_KERNEL(max_hb_threads(kReduceScatterTeams))
-reduce_scatter_push_hb(LLM_COMM_KERNEL_PARAM PartsArgs args) {
+reduce_scatter_push_hb(LLM_COMM_KERNEL_PARAM ShardsArgs args) {
   reduce_scatter_in_steps<D, World, ChunkBuffers>(args, kReduceScatterPushHB);
 }
 
@@ -49,7 +49,7 @@ struct ReduceScatterPushHB : Chunked<ReduceScatterPushHB> {
     return &reduce_scatter_push_hb<D, World>;
   }
 
-  static constexpr uint64_t part_lines(const Problem& problem, uint64_t units) {
+  static constexpr uint64_t shard_lines(const Problem& problem, uint64_t units) {
     return divide_up(units * element_bytes(problem.type), sizeof(Line));
   }
 };

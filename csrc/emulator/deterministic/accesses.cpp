@@ -19,7 +19,7 @@ void Machine::access_begins(Thread& thread) {
   Rank& rank = ranks_[thread.rank()];
   ++rank.accesses;
   ++now_;
-  for (const Stall& stall : temper_.stalls) {
+  for (const Stall& stall : parameters_.stalls) {
     if (stall.rank != thread.rank() || stall.after != rank.accesses) continue;
     rank.frozen_at = now_;
     rank.thaw = stall.steps == Stall::kForever ? Stall::kForever : now_ + stall.steps;
@@ -27,7 +27,7 @@ void Machine::access_begins(Thread& thread) {
     thread.fiber.suspend();
     return;
   }
-  if (random_.chance(temper_.scheduler.preempt)) thread.fiber.suspend();
+  if (random_.chance(parameters_.scheduler.preempt)) thread.fiber.suspend();
 }
 
 void Machine::record(const Thread& thread, const char* what, uint64_t offset, uint64_t value) {
@@ -101,7 +101,7 @@ uint64_t Machine::modify(void* address, uint32_t bytes, uint64_t (*update)(uint6
 }
 
 void Machine::private_access() {
-  if (running_thread() != nullptr && random_.chance(temper_.scheduler.preempt)) running().fiber.suspend();
+  if (running_thread() != nullptr && random_.chance(parameters_.scheduler.preempt)) running().fiber.suspend();
 }
 
 void Machine::fence() {

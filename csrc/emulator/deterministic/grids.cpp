@@ -20,7 +20,7 @@ void Machine::try_start(uint32_t r) {
     if (!rank.queue.front().dependent || before.triggered_blocks != before.launch.config.blocks) return;
   }
   rank.starting = true;
-  add_event(now_ + random_.below(temper_.scheduler.launch_delay + uint64_t{1}), EventKind::kStart, r);
+  add_event(now_ + random_.below(parameters_.scheduler.launch_delay + uint64_t{1}), EventKind::kStart, r);
 }
 
 void Machine::start_grid(uint32_t r) {
@@ -43,16 +43,16 @@ void Machine::start_grid(uint32_t r) {
 }
 
 uint32_t Machine::resident_blocks(const LaunchConfig& config) const {
-  const uint32_t clusters = temper_.scheduler.resident_threads / (config.threads * config.cluster_blocks);
+  const uint32_t clusters = parameters_.scheduler.resident_threads / (config.threads * config.cluster_blocks);
   return std::max(clusters, 1u) * config.cluster_blocks;
 }
 
 void Machine::draw_order(Grid& grid) {
   const LaunchConfig& config = grid.launch.config;
   for (uint32_t cluster = config.blocks / config.cluster_blocks; cluster-- > 0;) grid.to_start.push_back(cluster);
-  if (temper_.scheduler.start_order == StartOrder::kDescending)
+  if (parameters_.scheduler.start_order == StartOrder::kDescending)
     std::reverse(grid.to_start.begin(), grid.to_start.end());
-  if (temper_.scheduler.start_order != StartOrder::kAny) return;
+  if (parameters_.scheduler.start_order != StartOrder::kAny) return;
   for (size_t i = grid.to_start.size(); i > 1; --i) std::swap(grid.to_start[i - 1], grid.to_start[random_.below(i)]);
 }
 
@@ -188,7 +188,7 @@ void Machine::complete_if_ended(uint32_t r) {
   Grid& oldest = *rank.resident.front();
   if (!oldest.is_ended() || oldest.completing) return;
   oldest.completing = true;
-  add_event(now_ + random_.below(temper_.scheduler.completion_delay + uint64_t{1}), EventKind::kComplete, r);
+  add_event(now_ + random_.below(parameters_.scheduler.completion_delay + uint64_t{1}), EventKind::kComplete, r);
 }
 
 void Machine::complete_grid(uint32_t r) {

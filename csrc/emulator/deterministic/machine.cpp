@@ -23,10 +23,10 @@ Machine::Machine(uint32_t ranks, uint64_t bytes_of_rank, uint64_t impatience_ns)
 
 Machine::~Machine() { activate(nullptr); }
 
-void Machine::reset(uint64_t seed, uint32_t ranks, const Temper& temper) {
-  temper_ = temper;
+void Machine::reset(uint64_t seed, uint32_t ranks, const ScheduleParameters& parameters) {
+  parameters_ = parameters;
   random_ = Random(seed);
-  memory_.reset(random_.next(), temper.memory);
+  memory_.reset(random_.next(), parameters.memory);
   // A thread of a rank that stopped inside a kernel cannot run another kernel.
   std::erase_if(threads_, [](const auto& thread) { return thread->state != ThreadState::kEnded; });
   idle_.clear();
@@ -89,8 +89,8 @@ Machine::Thread* Machine::choose() {
     Rank& rank = ranks_[random_.below(ranks_.size())];
     if (!is_frozen(rank) && !rank.polling.empty()) return rank.polling[random_.below(rank.polling.size())];
   }
-  const SchedulerTemper& temper = temper_.scheduler;
-  if (temper.change != 0 && random_.below(1 << 16) < temper.change) {
+  const SchedulerParameters& parameters = parameters_.scheduler;
+  if (parameters.change != 0 && random_.below(1 << 16) < parameters.change) {
     ranks_[random_.below(ranks_.size())].priority = random_.next();
   }
   uint64_t weights[kMaxRanks];
@@ -100,12 +100,12 @@ Machine::Thread* Machine::choose() {
     Rank& rank = ranks_[r];
     weights[r] = 0;
     if (rank.runnable.empty() || is_frozen(rank)) continue;
-    weights[r] = temper.policy == Policy::kUniform ? rank.runnable.size() : temper.weight[r];
+    weights[r] = parameters.policy == Policy::kUniform ? rank.runnable.size() : parameters.weight[r];
     total += weights[r];
     if (foremost == nullptr || rank.priority > foremost->priority) foremost = &rank;
   }
   if (foremost == nullptr) return nullptr;
-  if (temper.policy == Policy::kPriorities) return choose_of(foremost->runnable);
+  if (parameters.policy == Policy::kPriorities) return choose_of(foremost->runnable);
   uint64_t drawn = random_.below(total);
   size_t r = 0;
   while (drawn >= weights[r]) drawn -= weights[r++];
@@ -114,7 +114,7 @@ Machine::Thread* Machine::choose() {
 
 Machine::Thread* Machine::choose_of(std::vector<Thread*>& threads) {
   Thread* chosen = threads[random_.below(threads.size())];
-  for (uint32_t i = 1; i < temper_.scheduler.samples; ++i) {
+  for (uint32_t i = 1; i < parameters_.scheduler.samples; ++i) {
     Thread* const other = threads[random_.below(threads.size())];
     if (other->priority > chosen->priority) chosen = other;
   }

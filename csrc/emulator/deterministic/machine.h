@@ -31,7 +31,7 @@ enum class Policy : uint32_t {
 enum class StartOrder : uint32_t { kAscending, kDescending, kAny };
 
 // Schedule parameters of the scheduler.
-struct SchedulerTemper {
+struct SchedulerParameters {
   Policy policy = Policy::kUniform;
   uint32_t weight[kMaxRanks] = {1, 1, 1, 1, 1, 1, 1, 1};
   uint32_t change = 0;             // probability in 65536 per turn: priorities change
@@ -51,9 +51,9 @@ struct Stall {
   uint64_t steps;
 };
 
-struct Temper {
-  MemoryTemper memory;
-  SchedulerTemper scheduler;
+struct ScheduleParameters {
+  MemoryParameters memory;
+  SchedulerParameters scheduler;
   std::vector<Stall> stalls;
 };
 
@@ -73,7 +73,7 @@ class Machine {
   WeakMemory& memory() { return memory_; }
 
   // Starts a new schedule: no grids, time 0, all memory content visible.
-  void reset(uint64_t seed, uint32_t ranks, const Temper& temper);
+  void reset(uint64_t seed, uint32_t ranks, const ScheduleParameters& parameters);
   // Runs a host action at a time of the schedule.
   void at(uint64_t time, std::function<void()> action);
   // Enqueues a grid on the stream of a rank. `dependent`: it may start once all blocks of the previous grid have called
@@ -176,7 +176,7 @@ class Machine {
 
   WeakMemory memory_;
   uint64_t impatience_ns_;
-  Temper temper_;
+  ScheduleParameters parameters_;
   Random random_{0};
   std::vector<Rank> ranks_;
   std::vector<std::unique_ptr<Thread>> threads_;  // all threads, idle ones included

@@ -17,7 +17,7 @@ WeakMemory::WeakMemory(uint32_t ranks, uint64_t bytes_of_rank)
       bytes_(ranks * bytes_of_rank / sizeof(Line)),
       location_at_(ranks * bytes_of_rank / sizeof(uint32_t)) {}
 
-void WeakMemory::reset(uint64_t seed, const MemoryTemper& temper) {
+void WeakMemory::reset(uint64_t seed, const MemoryParameters& parameters) {
   for (uint32_t i = 0; i < used_locations_; ++i) {
     const Location& used = locations_[i];
     location_at_[used.offset / 4] = location_at_[used.offset / 4 + used.bytes / 8] = 0;
@@ -31,7 +31,7 @@ void WeakMemory::reset(uint64_t seed, const MemoryTemper& temper) {
   snapshots_.assign(1, {});  // snapshot 0 means none
   for (auto& ends : grid_ends_) ends.clear();
   arrivals_.clear();
-  temper_ = temper;
+  parameters_ = parameters;
   random_ = Random(seed);
   salt_ = random_.next();
   last_fence_ = 0;
@@ -86,9 +86,9 @@ void WeakMemory::write_back(const Location& location) {
 // ---- Visibility ----------------------------------------------------------------------------------------------------
 
 uint64_t WeakMemory::delay(const Message& message, uint32_t to) const {
-  uint64_t scale = message.rank == to ? temper_.local_delay : temper_.delay;
+  uint64_t scale = message.rank == to ? parameters_.local_delay : parameters_.delay;
   if (scale == 0 || message.fate == 0) return 0;
-  if (temper_.slow_links >> (8 * message.rank + to) & 1) scale *= 16;
+  if (parameters_.slow_links >> (8 * message.rank + to) & 1) scale *= 16;
   const uint64_t hash = mix(message.fate + to * 0x632BE59BD9B4E019u + salt_);
   switch (hash & 7) {
     case 0:
@@ -110,7 +110,7 @@ bool WeakMemory::is_performed(const Location& location, const Message& message, 
   const bool is_local = message.rank == location.home;
   const auto& ends = grid_ends_[message.rank];
   const bool has_ended = message.grid < ends.size() && ends[message.grid] <= now;
-  if (is_local && temper_.grid_end_performs && has_ended) return true;
+  if (is_local && parameters_.grid_end_performs && has_ended) return true;
   return is_visible(message, location.home, now);
 }
 
@@ -239,7 +239,7 @@ const WeakMemory::Message& WeakMemory::choose(const Location& location, const Th
   const auto& history = location.history;
   size_t newest = history.size() - 1;
   while (newest > 0 && history[newest].stamp > bound && !is_visible(history[newest], thread.rank, now)) --newest;
-  if (fresh_ || !random_.chance(temper_.stale)) return history[newest];
+  if (fresh_ || !random_.chance(parameters_.stale)) return history[newest];
   size_t oldest = newest;
   while (oldest > 0 && history[oldest].stamp > bound && history[oldest].time + kMostStale > now) --oldest;
   return history[oldest + random_.below(newest - oldest + 1)];
@@ -263,7 +263,7 @@ void WeakMemory::insert(Location& location, ThreadMemory& thread, uint64_t now, 
                         uint32_t snapshot, bool is_update, Alias alias) {
   auto& history = location.history;
   size_t at = history.size();
-  if (random_.chance(temper_.overtake)) {
+  if (random_.chance(parameters_.overtake)) {
     const Stamp bound = view(location, thread, alias);
     // A store through the other alias counts as performed only if it was so at the thread's last alias fence.
     const auto is_before = [&](const Message& other) {

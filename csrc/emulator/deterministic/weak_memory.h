@@ -74,7 +74,7 @@ struct ThreadMemory {
 };
 
 // Schedule parameters of the memory.
-struct MemoryTemper {
+struct MemoryParameters {
   uint32_t stale = 0;  // probability in 256 per load: return any permitted store instead of the newest that has arrived
   uint32_t overtake = 0;  // probability in 256 per store: be placed before any stores that it may overtake
   uint32_t delay = 0;  // typical steps until a store is visible to another rank; a few take up to eight times as long
@@ -97,7 +97,7 @@ class WeakMemory {
   WeakMemory& operator=(const WeakMemory&) = delete;
 
   // Forgets all stores; the current content becomes visible to all ranks.
-  void reset(uint64_t seed, const MemoryTemper& temper);
+  void reset(uint64_t seed, const MemoryParameters& parameters);
 
   char* of_rank(uint32_t rank) { return reinterpret_cast<char*>(bytes_.data()) + rank * bytes_of_rank_; }
   uint64_t bytes_of_rank() const { return bytes_of_rank_; }
@@ -214,7 +214,7 @@ class WeakMemory {
   uint32_t last_fence_ = 0;                                 // snapshot of the last fence of any thread
   std::array<std::vector<uint64_t>, kMaxRanks> grid_ends_;  // end time of each grid of a rank
   std::vector<Arrival> arrivals_;
-  MemoryTemper temper_;
+  MemoryParameters parameters_;
   Random random_{0};
   uint64_t salt_ = 0;
   uint64_t stores_ = 0;

@@ -68,7 +68,7 @@ class CopyEngines final : public Transport {
     check(cudaMemcpyAsync(to, from, count * sizeof(uint64_t), cudaMemcpyDefault, lane.stream), "a signal to a peer");
   }
 
-  void echo(uint32_t peer, uint64_t* to, const uint64_t* values, uint32_t count) override {
+  void notify_local_completion(uint32_t peer, uint64_t* to, const uint64_t* values, uint32_t count) override {
     signal(peer, to, values, count);
   }
 

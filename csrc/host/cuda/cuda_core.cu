@@ -25,7 +25,7 @@ int device_attribute(cudaDeviceAttr attribute, int device) {
 // Loads a kernel and returns the architecture it was compiled for, for example 90. Throws with the driver's message if
 // this build has no code for the GPU. Loading waits for the kernels that run on the device.
 int load_kernel(const void* kernel) {
-  const BesideCaptures beside;
+  const RelaxedCaptureMode relaxed;
   cudaFuncAttributes attributes{};
   check(cudaFuncGetAttributes(&attributes, kernel), "this build of llm_comm has no kernels for the GPU");
   return attributes.ptxVersion;
@@ -86,7 +86,7 @@ class CudaLauncher {
 
   CUfunction load(const std::string& image, const std::string& kernel) {
     const DeviceGuard guard(device_);
-    const BesideCaptures beside;
+    const RelaxedCaptureMode relaxed;
     CUmodule module = nullptr;
     check(driver_.module_load_data(&module, image.data()), ("loading kernel " + kernel).c_str());
     modules_.push_back(module);
@@ -169,7 +169,7 @@ class CudaLauncher {
     CUlaunchAttribute attributes[2];
     CUlaunchConfig config = configuration(grid, attributes);
     config.hStream = cuda_stream;
-    if (dependent_launch_ && !grid.is_behind_copies) {
+    if (dependent_launch_ && !grid.is_after_copies) {
       CUlaunchAttribute& attribute = attributes[config.numAttrs++];
       attribute.id = CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION;
       attribute.value.programmaticStreamSerializationAllowed = 1;
@@ -184,8 +184,8 @@ class CudaLauncher {
     copies_->enqueue(copies, reinterpret_cast<cudaStream_t>(stream));
   }
 
-  StreamCopies::Beside beside(uint64_t stream) {
-    return StreamCopies::Beside(*copies_, device_, reinterpret_cast<cudaStream_t>(stream));
+  StreamCopies::SideStream side_stream(uint64_t stream) {
+    return StreamCopies::SideStream(*copies_, device_, reinterpret_cast<cudaStream_t>(stream));
   }
 
   // True if graphs hold launches of this object. Thread-safe.
@@ -204,7 +204,7 @@ class CudaLauncher {
     const auto stream = reinterpret_cast<cudaStream_t>(handle);
     try {
       const DeviceGuard guard(device_);
-      const BesideCaptures beside;
+      const RelaxedCaptureMode relaxed;
       return !is_capturing(stream) && cudaStreamSynchronize(stream) == cudaSuccess;
     } catch (const std::exception&) {
       return false;
@@ -213,7 +213,7 @@ class CudaLauncher {
 
   void p2p_test(const DeviceComm& comm) {
     const DeviceGuard guard(device_);
-    const BesideCaptures beside;
+    const RelaxedCaptureMode relaxed;
     cudaGetLastError();  // clears an error of earlier calls that nobody has checked
     cudaStream_t stream = nullptr;
     check(cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking), "cudaStreamCreate");
@@ -302,7 +302,7 @@ bool driver_attribute(CUdevice_attribute attribute, int device) {
 std::unique_ptr<Core> make_cuda_core(const CoreOptions& options, int device) {
   check_options(options);
   const DeviceGuard guard(device);
-  const BesideCaptures beside;
+  const RelaxedCaptureMode relaxed;
   const int architecture = load_kernel(reinterpret_cast<const void*>(&cuda::p2p_test));
   return std::make_unique<CoreImpl<CudaMemory, CudaLauncher>>(
       options, CudaMemory(device, options.world_size, options.multicast),

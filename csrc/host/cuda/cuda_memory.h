@@ -18,7 +18,7 @@
 #include "host/cuda/device_memory.h"
 #include "host/cuda/multicast_memory.h"
 #include "host/multicast_switches.h"
-#include "host/segments.h"
+#include "host/windows.h"
 #include "llm_comm/wait.cuh"
 
 namespace llm_comm::host {
@@ -65,21 +65,21 @@ class SideStream {
 
   // Without a time limit.
   void fill(char* to, uint8_t byte, uint64_t bytes) const {
-    const BesideCaptures beside;
+    const RelaxedCaptureMode relaxed;
     check(cudaMemsetAsync(to, byte, bytes, stream_), "cudaMemsetAsync");
   }
   void read_all(void* to, const char* from, uint64_t bytes) const {
-    const BesideCaptures beside;
+    const RelaxedCaptureMode relaxed;
     check(cudaMemcpyAsync(to, from, bytes, cudaMemcpyDeviceToHost, stream_), "cudaMemcpyAsync");
     wait("reading the workspace");
   }
   void write_all(char* to, const void* from, uint64_t bytes) const {
-    const BesideCaptures beside;
+    const RelaxedCaptureMode relaxed;
     check(cudaMemcpyAsync(to, from, bytes, cudaMemcpyHostToDevice, stream_), "cudaMemcpyAsync");
     wait("writing the workspace");
   }
   void wait(const char* what) const {
-    const BesideCaptures beside;
+    const RelaxedCaptureMode relaxed;
     check(cudaStreamSynchronize(stream_), what);
   }
 
@@ -89,7 +89,7 @@ class SideStream {
 
  private:
   bool copy(void* to, const void* from, uint64_t bytes, cudaMemcpyKind kind) const {
-    const BesideCaptures beside;
+    const RelaxedCaptureMode relaxed;
     return cudaStreamQuery(stream_) == cudaSuccess &&  // an abandoned copy may still be running
            cudaMemcpyAsync(to, from, bytes, kind, stream_) == cudaSuccess && ends_soon();
   }
@@ -111,15 +111,15 @@ class SideStream {
 
 // This rank's memory of a registered window, or its mapping of a peer's. May be freed by any thread, and after the
 // core.
-class SegmentMemory {
+class WindowMemory {
  public:
-  SegmentMemory(int device, DeviceMemory memory) : device_(device), memory_(std::move(memory)) {}
-  SegmentMemory(const SegmentMemory&) = delete;
-  SegmentMemory& operator=(const SegmentMemory&) = delete;
-  ~SegmentMemory() {
+  WindowMemory(int device, DeviceMemory memory) : device_(device), memory_(std::move(memory)) {}
+  WindowMemory(const WindowMemory&) = delete;
+  WindowMemory& operator=(const WindowMemory&) = delete;
+  ~WindowMemory() {
     try {
       const DeviceGuard guard(device_);
-      const BesideCaptures beside;
+      const RelaxedCaptureMode relaxed;
       memory_ = DeviceMemory();
     } catch (const std::exception&) {
       // At process exit the driver, and with it the memory, may be gone.
@@ -147,7 +147,7 @@ class TensorMemory {
     if (!core_.expired()) return;
     try {
       const DeviceGuard guard(device_);
-      const BesideCaptures beside;
+      const RelaxedCaptureMode relaxed;
       if (cudaDeviceSynchronize() != cudaSuccess) cudaGetLastError();  // context is broken, so nothing runs
     } catch (const std::exception&) {
       // At process exit.
@@ -193,7 +193,7 @@ class CudaMemory {
 
   WorkspaceHandle create(const WorkspaceLayout& layout, bool use_ipc) {
     const DeviceGuard guard(device_);
-    const BesideCaptures beside;
+    const RelaxedCaptureMode relaxed;
     const uint64_t bytes = bytes_ = rounded_for_multicast(layout.bytes(), use_ipc);
     local_ = DeviceMemory();
     local_ = use_ipc ? DeviceMemory::allocate_ipc(device_, bytes) : DeviceMemory::allocate(device_, bytes);
@@ -203,7 +203,7 @@ class CudaMemory {
 
   void vacate() {
     const DeviceGuard guard(device_);
-    const BesideCaptures beside;
+    const RelaxedCaptureMode relaxed;
     local_.vacate_but_first_granule();
     side_stream_.fill(local_.address(), 0, kHeaderBytes);
     const uint32_t aborted = 1;
@@ -213,58 +213,58 @@ class CudaMemory {
 
   WorkspaceHandle refill(const WorkspaceLayout& layout, const std::string& header) {
     const DeviceGuard guard(device_);
-    const BesideCaptures beside;
+    const RelaxedCaptureMode relaxed;
     local_.refill();
     fill(layout, &header);
     return local_.export_handle();
   }
 
   void remap(int peer, const WorkspaceHandle& handle) {
-    const BesideCaptures beside;
+    const RelaxedCaptureMode relaxed;
     peers_.at(peer).refill_from_peer(handle);
   }
 
   char* map(int peer, const WorkspaceHandle& handle) {
-    const BesideCaptures beside;
+    const RelaxedCaptureMode relaxed;
     return (peers_[peer] = DeviceMemory::map(device_, bytes_, handle)).address();
   }
 
   WorkspaceHandle create_multicast() {
     const DeviceGuard guard(device_);
-    const BesideCaptures beside;
+    const RelaxedCaptureMode relaxed;
     return multicast().create(local_.bytes());
   }
   void join_multicast(const WorkspaceHandle& handle) {
     const DeviceGuard guard(device_);
-    const BesideCaptures beside;
+    const RelaxedCaptureMode relaxed;
     multicast().join(local_.bytes(), handle);
   }
   void add_multicast_device() {
     const DeviceGuard guard(device_);
-    const BesideCaptures beside;
+    const RelaxedCaptureMode relaxed;
     multicast().add_device();
   }
   char* bind_multicast() {
     const DeviceGuard guard(device_);
-    const BesideCaptures beside;
+    const RelaxedCaptureMode relaxed;
     return multicast().bind(local_.vmm_handle(), local_.bytes());
   }
   void drop_multicast() {
     const DeviceGuard guard(device_);
-    const BesideCaptures beside;
+    const RelaxedCaptureMode relaxed;
     multicast_.reset();
   }
 
   SharedMemory allocate(uint64_t bytes, bool use_ipc) const {
-    const BesideCaptures beside;
-    const auto owner = std::make_shared<SegmentMemory>(
+    const RelaxedCaptureMode relaxed;
+    const auto owner = std::make_shared<WindowMemory>(
         device_, use_ipc ? DeviceMemory::allocate_ipc(device_, bytes) : DeviceMemory::allocate(device_, bytes));
     return {{owner, owner->address()}, owner->export_handle()};
   }
 
   std::shared_ptr<char> map_memory(int, uint64_t bytes, const WorkspaceHandle& handle) const {
-    const BesideCaptures beside;
-    const auto owner = std::make_shared<SegmentMemory>(device_, DeviceMemory::map(device_, bytes, handle));
+    const RelaxedCaptureMode relaxed;
+    const auto owner = std::make_shared<WindowMemory>(device_, DeviceMemory::map(device_, bytes, handle));
     return {owner, owner->address()};
   }
 
@@ -333,7 +333,7 @@ class CudaMemory {
   struct Leaving {
     explicit Leaving(int device) : guard(device) {}
     DeviceGuard guard;
-    BesideCaptures beside;
+    RelaxedCaptureMode relaxed;
   };
 
   std::unique_ptr<Leaving> leaving_;  // first member, so that it is destroyed last

@@ -26,7 +26,7 @@ class CudaExchangeDevice {
 
   std::unique_ptr<RingMemory> memory(uint64_t bytes) const {
     const DeviceGuard guard(device_);
-    const BesideCaptures beside;
+    const RelaxedCaptureMode relaxed;
     auto memory = std::make_unique<RegisteredMemory>(bytes);
     if (memory->on_device() == nullptr) {
       throw std::runtime_error("the GPU cannot map " + std::to_string(bytes) +
@@ -57,7 +57,7 @@ class CudaExchangeDevice {
   void wait() const {
     if (order_ == nullptr) return;
     const DeviceGuard guard(device_);
-    const BesideCaptures beside;
+    const RelaxedCaptureMode relaxed;
     cudaEventSynchronize(order_);
   }
 
@@ -71,7 +71,7 @@ class CudaExchangeDevice {
 std::unique_ptr<NodeExchange> make_cuda_node_exchange(const NodeExchangeOptions& options, int device) {
   check_options(options);
   const DeviceGuard guard(device);
-  const BesideCaptures beside;
+  const RelaxedCaptureMode relaxed;
   return std::make_unique<NodeExchangeImpl<CudaExchangeDevice>>(options, CudaExchangeDevice(device));
 }
 

@@ -17,8 +17,8 @@ struct MulticastDriver {
   std::function<const char*(const char* name)> get_variable;  // of an environment variable; nullptr if unset
 };
 
-// Every step throws std::runtime_error on failure. The caller takes a step only after all ranks have finished the
-// previous one, and drops the object on all ranks if one failed.
+// Every step throws std::runtime_error on failure. A rank calls a step once every rank has finished the previous step.
+// If a step fails on one rank, all ranks drop the object.
 class MulticastMemory {
  public:
   struct Functions;

@@ -17,7 +17,7 @@ RegisteredMemory::RegisteredMemory(uint64_t bytes) : memory_(bytes) {
 // In a forked child nothing is registered, and CUDA cannot be used.
 RegisteredMemory::~RegisteredMemory() {
   if (device_ == nullptr || !maker_.is_this()) return;
-  const BesideCaptures beside;
+  const RelaxedCaptureMode relaxed;
   cudaHostUnregister(on_host());
 }
 

@@ -109,13 +109,13 @@ StreamCopies::StreamCopies() {
 
 // Leaks a stream that takes part in a capture: destroying it would invalidate the capture.
 StreamCopies::~StreamCopies() {
-  const BesideCaptures beside;
+  const RelaxedCaptureMode relaxed;
   for (const Lane& lane : lanes_) {
     cudaStreamCaptureStatus status{};
     if (cudaStreamIsCapturing(lane.stream, &status) != cudaSuccess || status != cudaStreamCaptureStatusNone) continue;
     cudaEventDestroy(lane.begin);
     cudaEventDestroy(lane.end);
-    for (cudaEvent_t mark : lane.marks) cudaEventDestroy(mark);
+    for (cudaEvent_t event : lane.events) cudaEventDestroy(event);
     cudaStreamDestroy(lane.stream);
   }
 }
@@ -126,7 +126,7 @@ void StreamCopies::enqueue(const std::vector<Copy>& copies, cudaStream_t stream)
     for (const Copy& copy : copies) enqueue_one(copy, stream);
     return;
   }
-  const Lane& lane = lane_beside(stream);
+  const Lane& lane = lane_of(stream);
   order(stream, lane.begin, lane.stream);
   for (const Copy& copy : copies) {
     if (!copy.is_stored) enqueue_one(copy, stream);
@@ -135,35 +135,35 @@ void StreamCopies::enqueue(const std::vector<Copy>& copies, cudaStream_t stream)
   order(lane.stream, lane.end, stream);
 }
 
-StreamCopies::Beside::Beside(StreamCopies& copies, int device, cudaStream_t stream)
-    : guard_(device), lane_(copies.lane_beside(stream)), stream_(stream) {}
+StreamCopies::SideStream::SideStream(StreamCopies& copies, int device, cudaStream_t stream)
+    : guard_(device), lane_(copies.lane_of(stream)), stream_(stream) {}
 
-void StreamCopies::Beside::follow() { order(stream_, lane_.begin, lane_.stream); }
+void StreamCopies::SideStream::follow() { order(stream_, lane_.begin, lane_.stream); }
 
-void StreamCopies::Beside::copy(const std::vector<Copy>& copies) {
+void StreamCopies::SideStream::copy(const std::vector<Copy>& copies) {
   for (const Copy& copy : copies) enqueue_one(copy, lane_.stream);
 }
 
-void StreamCopies::Beside::mark(uint32_t number) {
-  while (lane_.marks.size() <= number) lane_.marks.push_back(make_event());
-  check(cudaEventRecord(lane_.marks[number], lane_.stream), "cudaEventRecord");
+void StreamCopies::SideStream::record_event(uint32_t number) {
+  while (lane_.events.size() <= number) lane_.events.push_back(make_event());
+  check(cudaEventRecord(lane_.events[number], lane_.stream), "cudaEventRecord");
 }
 
-void StreamCopies::Beside::hold(uint32_t number) {
-  check(cudaStreamWaitEvent(stream_, lane_.marks.at(number), 0), "cudaStreamWaitEvent");
+void StreamCopies::SideStream::wait_event(uint32_t number) {
+  check(cudaStreamWaitEvent(stream_, lane_.events.at(number), 0), "cudaStreamWaitEvent");
 }
 
-void StreamCopies::Beside::join() { order(lane_.stream, lane_.end, stream_); }
+void StreamCopies::SideStream::join() { order(lane_.stream, lane_.end, stream_); }
 
 // Returns a side stream. A stream that has joined a capture belongs to it until the capture ends, so other calls need
 // another one.
-StreamCopies::Lane& StreamCopies::lane_beside(cudaStream_t stream) {
+StreamCopies::Lane& StreamCopies::lane_of(cudaStream_t stream) {
   const Capture own = capture_of(stream);
   for (Lane& lane : lanes_) {
     const Capture other = capture_of(lane.stream);
     if (other.status == cudaStreamCaptureStatusNone || other == own) return lane;
   }
-  const BesideCaptures beside;
+  const RelaxedCaptureMode relaxed;
   Lane lane;
   check(cudaStreamCreateWithFlags(&lane.stream, cudaStreamNonBlocking), "cudaStreamCreate");
   lane.begin = make_event();

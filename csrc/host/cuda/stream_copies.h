@@ -17,7 +17,7 @@ class StreamCopies {
     cudaStream_t stream = nullptr;
     cudaEvent_t begin = nullptr;
     cudaEvent_t end = nullptr;
-    std::vector<cudaEvent_t> marks;
+    std::vector<cudaEvent_t> events;
   };
 
  public:
@@ -31,15 +31,15 @@ class StreamCopies {
   // copy engines. Call with the device current. Throws std::runtime_error.
   void enqueue(const std::vector<Copy>& copies, cudaStream_t stream);
 
-  // Copies on a side stream (CopiesBeside of target.h). The functions throw std::runtime_error.
-  class Beside {
+  // Copies on a side stream (SideStreamCopies of target.h). The functions throw std::runtime_error.
+  class SideStream {
    public:
-    Beside(StreamCopies& copies, int device, cudaStream_t stream);
+    SideStream(StreamCopies& copies, int device, cudaStream_t stream);
 
     void follow();
     void copy(const std::vector<Copy>& copies);
-    void mark(uint32_t number);
-    void hold(uint32_t number);
+    void record_event(uint32_t number);
+    void wait_event(uint32_t number);
     void join();
 
    private:
@@ -49,7 +49,7 @@ class StreamCopies {
   };
 
  private:
-  Lane& lane_beside(cudaStream_t stream);
+  Lane& lane_of(cudaStream_t stream);
 
   std::vector<Lane> lanes_;
 };

@@ -105,8 +105,8 @@ void UcxTransport::tear_down() {
   bool has_ended = true;
   for (const auto& lane : lanes_) {
     if (lane == nullptr) continue;
-    for (const Echo& echo : lane->echoes) {
-      if (echo.flush != nullptr) ucp_.request_free(echo.flush);
+    for (const LocalCompletion& completion : lane->local_completions) {
+      if (completion.flush != nullptr) ucp_.request_free(completion.flush);
     }
     for (const ucp::RemoteKey key : {lane->key_of_memory, lane->key_of_farewells}) {
       if (key != nullptr) ucp_.rkey_destroy(key);
@@ -238,13 +238,13 @@ void UcxTransport::signal(uint32_t peer, uint64_t* to, const uint64_t* values, u
   lane.unfenced.push_back({as_number(to), as_number(to + count)});
 }
 
-void UcxTransport::echo(uint32_t peer, uint64_t* to, const uint64_t* values, uint32_t count) {
+void UcxTransport::notify_local_completion(uint32_t peer, uint64_t* to, const uint64_t* values, uint32_t count) {
   Lane& lane = open_lane(peer);
   const ucp::RequestParam param{};
   const ucp::StatusPointer flush = ucp_.ep_flush_nbx(lane.endpoint, &param);
   if (ucp::is_error(flush)) fail(lane, ucp::status_of(flush));
-  lane.echoes.push_back({flush, to, {values, values + count}});
-  complete_echoes(lane);
+  lane.local_completions.push_back({flush, to, {values, values + count}});
+  poll_local_completions(lane);
 }
 
 bool UcxTransport::progress() {
@@ -252,7 +252,7 @@ bool UcxTransport::progress() {
   for (uint32_t peer = 0; peer < lanes_.size(); ++peer) {
     Lane& lane = *lanes_[peer];
     if (lane.error != ucp::kOk && !has_said_farewell(peer)) fail(lane, lane.error);
-    if (!lane.echoes.empty()) complete_echoes(lane);
+    if (!lane.local_completions.empty()) poll_local_completions(lane);
   }
   return has_advanced;
 }
@@ -267,8 +267,8 @@ void UcxTransport::finish() {
   tear_down();
 }
 
-// Ends the connections with an exchange of farewells. A flush needs the peer to be alive, so a rank waits until its peers
-// have sent their farewells, at most kLongestFarewell.
+// Ends the connections with an exchange of farewells. A flush needs the peer to be alive, so a rank waits until its
+// peers have sent their farewells, at most kLongestFarewell.
 void UcxTransport::say_farewell() {
   std::vector<void*> flushes;
   for (uint32_t peer = 0; peer < lanes_.size(); ++peer) {
@@ -350,17 +350,18 @@ bool UcxTransport::is_live(uint32_t peer) const {
 }
 
 // Completes local completions in order, because several may write the same word.
-void UcxTransport::complete_echoes(Lane& lane) {
-  while (!lane.echoes.empty()) {
-    const Echo& echo = lane.echoes.front();
-    if (echo.flush != nullptr) {
-      const ucp::Status status = ucp_.request_check_status(echo.flush);
+void UcxTransport::poll_local_completions(Lane& lane) {
+  while (!lane.local_completions.empty()) {
+    const LocalCompletion& completion = lane.local_completions.front();
+    if (completion.flush != nullptr) {
+      const ucp::Status status = ucp_.request_check_status(completion.flush);
       if (status == ucp::kInProgress) return;
       if (status != ucp::kOk) fail(lane, status);
-      ucp_.request_free(echo.flush);
+      ucp_.request_free(completion.flush);
     }
-    for (size_t i = 0; i < echo.values.size(); ++i) __atomic_store_n(echo.to + i, echo.values[i], __ATOMIC_RELEASE);
-    lane.echoes.pop_front();
+    for (size_t i = 0; i < completion.values.size(); ++i)
+      __atomic_store_n(completion.to + i, completion.values[i], __ATOMIC_RELEASE);
+    lane.local_completions.pop_front();
   }
 }
 

@@ -49,12 +49,12 @@ class UcxTransport final : public Transport {
   void begin(uint32_t) override;  // throws after finish()
   void put(uint32_t peer, char* to, const char* from, uint64_t bytes) override;
   void signal(uint32_t peer, uint64_t* to, const uint64_t* values, uint32_t count) override;
-  void echo(uint32_t peer, uint64_t* to, const uint64_t* values, uint32_t count) override;
+  void notify_local_completion(uint32_t peer, uint64_t* to, const uint64_t* values, uint32_t count) override;
   bool progress() override;
   void finish() override;
 
  private:
-  struct Echo {
+  struct LocalCompletion {
     void* flush;  // nullptr: completed
     uint64_t* to;
     std::vector<uint64_t> values;
@@ -73,7 +73,7 @@ class UcxTransport final : public Transport {
     ucp::Status error = ucp::kOk;
     uint64_t pending = 0;         // puts that UCX has not completed
     std::vector<Range> unfenced;  // ranges put since the last fence
-    std::deque<Echo> echoes;
+    std::deque<LocalCompletion> local_completions;
   };
   struct Sent;
 
@@ -103,7 +103,7 @@ class UcxTransport final : public Transport {
   void send_word(Lane& lane, uint64_t value, uint64_t to, ucp::RemoteKey key);
   bool advance();
   bool has_said_farewell(uint32_t peer) const;
-  void complete_echoes(Lane& lane);
+  void poll_local_completions(Lane& lane);
   bool is_live(uint32_t peer) const;
   [[noreturn]] void fail(const Lane& lane, ucp::Status status);
   template <class Done>

@@ -31,17 +31,17 @@ LLM_COMM_HOST constexpr const char* data_type_name(DataType type) {
 }
 
 // Element types of matrix operands. FP8 is e4m3 (fp8.cuh).
-enum class FactorType : uint32_t { kBFloat16 = 0, kFloat16 = 1, kFloat8 = 2 };
+enum class OperandType : uint32_t { kBFloat16 = 0, kFloat16 = 1, kFloat8 = 2 };
 
-LLM_COMM_HOST constexpr uint32_t factor_bytes(FactorType type) { return type == FactorType::kFloat8 ? 1 : 2; }
+LLM_COMM_HOST constexpr uint32_t operand_bytes(OperandType type) { return type == OperandType::kFloat8 ? 1 : 2; }
 
-LLM_COMM_HOST constexpr const char* factor_type_name(FactorType type) {
+LLM_COMM_HOST constexpr const char* operand_type_name(OperandType type) {
   switch (type) {
-    case FactorType::kBFloat16:
+    case OperandType::kBFloat16:
       return "bf16";
-    case FactorType::kFloat16:
+    case OperandType::kFloat16:
       return "fp16";
-    case FactorType::kFloat8:
+    case OperandType::kFloat8:
       return "fp8";
   }
   return "unknown data type";

@@ -20,7 +20,7 @@ namespace llm_comm::inline LLM_COMM_TARGET {
 // sentinel.
 inline constexpr uint32_t kSentinel = 0xFFFFFFFFu;
 
-LLM_COMM_DEVICE Line armed_line() { return {{kSentinel, kSentinel, kSentinel, kSentinel}}; }
+LLM_COMM_DEVICE Line sentinel_line() { return {{kSentinel, kSentinel, kSentinel, kSentinel}}; }
 
 // Makes a line safe to send. A word equal to the sentinel becomes kSentinel - 1, which is a NaN in every type too (for
 // bf16 and fp16: in both halves). Every other word keeps its bits, -0.0 and subnormals included.

@@ -37,7 +37,7 @@ class LLBytes {
     return (world - 1) * sender_lines * (sizeof(Line) + sizeof(uint32_t));
   }
 
-  // For a session whose slots are divided into `sender_lines` lines per sender. `place` counts from `first_line`.
+  // For a session whose slots are divided into `sender_lines` lines per sender. `index` counts from `first_line`.
   LLM_COMM_DEVICE LLBytes(LLSessionOf<Peers>& session, const DeviceComm& comm, uint64_t sender_lines,
                           uint32_t first_line = 0)
       : session_(session),
@@ -47,25 +47,25 @@ class LLBytes {
         first_line_(first_line) {}
 
   // Sends to all peers of the session.
-  LLM_COMM_DEVICE void send(uint64_t place, Line payload) const {
+  LLM_COMM_DEVICE void send(uint64_t index, Line payload) const {
     LLM_COMM_UNROLL(8)
-    for (uint32_t k = 0; k < Peers; ++k) session_.send_to(k, place, payload);
+    for (uint32_t k = 0; k < Peers; ++k) session_.send_to(k, index, payload);
     const AmbiguousWords words = ambiguous_words(payload);
     if (!words.are_there) return;
     LLM_COMM_UNROLL(1)
     for (uint32_t k = 0; k < Peers; ++k) {
-      store_relaxed(mask(session_.slot_of_receiver(k), session_.sends_as(k), place), words.mask);
+      store_relaxed(mask(session_.slot_of_receiver(k), session_.sends_as(k), index), words.mask);
     }
   }
 
   // As LLSessionOf::receive_each(), but also resets the received lines to the sentinel.
-  LLM_COMM_DEVICE void receive_each(uint64_t place, const bool (&is_wanted)[Peers], Line (&lines)[Peers],
+  LLM_COMM_DEVICE void receive_each(uint64_t index, const bool (&is_wanted)[Peers], Line (&lines)[Peers],
                                     uint32_t phase) {
-    session_.receive_each(place, is_wanted, lines, phase);
+    session_.receive_each(index, is_wanted, lines, phase);
     if (session_.aborted()) return;
     LLM_COMM_UNROLL(8)
     for (uint32_t i = 0; i < Peers; ++i) {
-      if (is_wanted[i]) session_.re_arm_of(i, place);
+      if (is_wanted[i]) session_.reset_of(i, index);
     }
     bool is_any_ambiguous = false;
     LLM_COMM_UNROLL(8)
@@ -73,21 +73,21 @@ class LLBytes {
     if (!is_any_ambiguous) return;
     LLM_COMM_UNROLL(8)
     for (uint32_t i = 0; i < Peers; ++i) {
-      if (has_ambiguous_words(lines[i])) decode(i, place, lines[i], phase);
+      if (has_ambiguous_words(lines[i])) decode(i, index, lines[i], phase);
     }
   }
 
-  LLM_COMM_DEVICE Line receive(uint64_t place, uint32_t phase) {
+  LLM_COMM_DEVICE Line receive(uint64_t index, uint32_t phase) {
     static_assert(Peers == 1);
     Line line[1];
-    receive_each(place, {true}, line, phase);
+    receive_each(index, {true}, line, phase);
     return line[0];
   }
 
  private:
-  LLM_COMM_DEVICE void decode(uint32_t i, uint64_t place, Line& line, uint32_t phase) {
+  LLM_COMM_DEVICE void decode(uint32_t i, uint64_t index, Line& line, uint32_t phase) {
     if (session_.aborted()) return;
-    uint32_t* const incoming = mask(session_.own_slot(), session_.receives_as(i), place);
+    uint32_t* const incoming = mask(session_.own_slot(), session_.receives_as(i), index);
     const uint32_t found = receive_mask(comm_, incoming, session_.in_wait(), session_.sender(i), phase);
     if (found == kSentinel) {
       session_.note_abort();
@@ -96,8 +96,8 @@ class LLBytes {
     }
   }
 
-  LLM_COMM_DEVICE uint32_t* mask(char* slot, uint32_t sender, uint64_t place) const {
-    return reinterpret_cast<uint32_t*>(slot + to_masks_) + sender * sender_lines_ + first_line_ + place;
+  LLM_COMM_DEVICE uint32_t* mask(char* slot, uint32_t sender, uint64_t index) const {
+    return reinterpret_cast<uint32_t*>(slot + to_masks_) + sender * sender_lines_ + first_line_ + index;
   }
 
   LLSessionOf<Peers>& session_;

@@ -19,12 +19,12 @@ LLM_COMM_DEVICE bool poll_line(const Line* line, Line& value) {
 // not arrived are NaN, so the result cannot pass for a valid sum.
 template <class Op>
 LLM_COMM_DEVICE Line receive_line(const Line* line, Op& op, uint32_t peer, uint32_t phase) {
-  Line value = armed_line();
+  Line value = sentinel_line();
   op.wait_until([&] { return poll_line(line, value); }, peer, phase);
   return value;
 }
 
-// Polls N lines once, with all loads in flight at the same time. Initialise a wanted line to armed_line() and an
+// Polls N lines once, with all loads in flight at the same time. Initialise a wanted line to sentinel_line() and an
 // unwanted one to anything else: only lines that read as "not arrived" are loaded. Returns true once all wanted lines
 // have arrived. With N == 1 the line is always loaded, so it must be wanted.
 template <uint32_t N>
@@ -43,6 +43,6 @@ LLM_COMM_DEVICE bool poll_lines(const Line* const (&from)[N], Line (&lines)[N]) 
 }
 
 // Resets a received line of this rank's slot to the sentinel.
-LLM_COMM_DEVICE void re_arm_line(Line* line) { store_line_relaxed(line, armed_line()); }
+LLM_COMM_DEVICE void reset_line(Line* line) { store_line_relaxed(line, sentinel_line()); }
 
 }  // namespace llm_comm::inline LLM_COMM_TARGET

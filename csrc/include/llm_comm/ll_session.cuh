@@ -5,12 +5,12 @@
 //   session.wait_for_grids_before();
 //   if (session.begin()) ...                      // reads the operation number; false: aborted
 //   session.enter_slot();
-//   session.send(place, line);                    // to the peer
-//   line = session.receive(place, phase);         // what the peer sent to the same place
-//   session.re_arm(place);                        // R2 of operation.cuh
+//   session.send(index, line);                    // to the peer
+//   line = session.receive(index, phase);         // what the peer sent to the same index
+//   session.reset(index);                        // R2 of operation.cuh
 //   block_sync(); session.arrive();               // one thread of each block
 //
-// Layout of a slot: one region of `sender_lines` lines for each other rank, in rank order. `place` is a line index in
+// Layout of a slot: one region of `sender_lines` lines for each other rank, in rank order. `index` is a line index in
 // such a region. An algorithm of two phases lays a second division after the first; `part` is the line at which the
 // second one begins. A thread whose peer is its own rank uses a region after those of the others. It may send and
 // receive only if the algorithm reserves that region.
@@ -18,9 +18,9 @@
 // LLSessionOf<Peers> is the same for a thread that exchanges lines with all other ranks:
 //
 //   LLSessionOf<World - 1> session(comm, kind, bytes, rank);
-//   session.send_to(k, place, line);                       // to rank + 1 + k, modulo the world size
-//   session.receive_each(place, is_wanted, lines, phase);  // [i]: from the i-th of the other ranks, in rank order
-//   session.re_arm_of(i, place);
+//   session.send_to(k, index, line);                       // to rank + 1 + k, modulo the world size
+//   session.receive_each(index, is_wanted, lines, phase);  // [i]: from the i-th of the other ranks, in rank order
+//   session.reset_of(i, index);
 //
 // The steps are separate calls, and begin() does not enter the slot, because their order matters: loads between the
 // steps overlap, which is worth microseconds (docs/experiments/first_send.md).
@@ -89,7 +89,7 @@ class LLSessionOf {
     }
   }
 
-  // For a kernel whose threads use few lines each: `place` counts from `first_line`. opaque() keeps the compiler from
+  // For a kernel whose threads use few lines each: `index` counts from `first_line`. opaque() keeps the compiler from
   // recomputing the address at each use.
   template <class Count>
   LLM_COMM_DEVICE void divide_slots(Count sender_lines, Count first_line) {
@@ -138,7 +138,7 @@ class LLSessionOf {
   // begin() and enter_slot() while the caller's own loads are in flight; they have the same latency as the operation
   // number.
   template <class Load, uint32_t N>
-  LLM_COMM_DEVICE bool begin_beside(Load (&load)[N], Line (&loaded)[N]) {
+  LLM_COMM_DEVICE bool begin_with_loads(Load (&load)[N], Line (&loaded)[N]) {
     LLM_COMM_UNROLL(8)
     for (uint32_t i = 0; i < N; ++i) load[i].begin();
     const bool begun = begin();
@@ -148,7 +148,7 @@ class LLSessionOf {
     return begun;
   }
   template <class Load>
-  LLM_COMM_DEVICE bool begin_beside(Load& load, Line& loaded) {
+  LLM_COMM_DEVICE bool begin_with_loads(Load& load, Line& loaded) {
     load.begin();
     const bool begun = begin();
     loaded = load.end();
@@ -156,29 +156,29 @@ class LLSessionOf {
     return begun;
   }
 
-  LLM_COMM_DEVICE void send(uint64_t place, Line payload, uint64_t part = 0) const {
-    send_to(0, part + place, payload);
+  LLM_COMM_DEVICE void send(uint64_t index, Line payload, uint64_t part = 0) const {
+    send_to(0, part + index, payload);
   }
-  LLM_COMM_DEVICE void send_to(uint32_t k, uint64_t place, Line payload) const {
-    send_line(outgoing_[k] + place, payload);
+  LLM_COMM_DEVICE void send_to(uint32_t k, uint64_t index, Line payload) const {
+    send_line(outgoing_[k] + index, payload);
   }
 
   // Waits for a line. After an aborted wait, words that have not arrived are NaN and aborted() stays true. `phase`: for
   // error reports.
-  LLM_COMM_DEVICE Line receive(uint64_t place, uint32_t phase, uint64_t part = 0) {
-    return receive(incoming(place, part), phase);
+  LLM_COMM_DEVICE Line receive(uint64_t index, uint32_t phase, uint64_t part = 0) {
+    return receive(incoming(index, part), phase);
   }
   LLM_COMM_DEVICE Line receive(const Line* line, uint32_t phase) { return receive_line(line, op_, sender(0), phase); }
 
-  // Waits for the lines at `place` from all peers for which `is_wanted` is set. Each poll loads every line that has not
+  // Waits for the lines at `index` from all peers for which `is_wanted` is set. Each poll loads every line that has not
   // arrived, with all loads in flight at once. Unwanted lines are returned as zeros.
-  LLM_COMM_DEVICE void receive_each(uint64_t place, const bool (&is_wanted)[Peers], Line (&lines)[Peers],
+  LLM_COMM_DEVICE void receive_each(uint64_t index, const bool (&is_wanted)[Peers], Line (&lines)[Peers],
                                     uint32_t phase) {
     const Line* from[Peers];
     LLM_COMM_UNROLL(8)
     for (uint32_t i = 0; i < Peers; ++i) {
-      from[i] = incoming_[i] + place;
-      lines[i] = is_wanted[i] ? armed_line() : Line{};
+      from[i] = incoming_[i] + index;
+      lines[i] = is_wanted[i] ? sentinel_line() : Line{};
     }
     if (Peers == 1 && !is_wanted[0]) return;
     op_.wait_for_all([&] { return poll_lines(from, lines); },
@@ -192,12 +192,12 @@ class LLSessionOf {
   }
 
   // The thread that receives a line resets it to the sentinel, for every line (R2).
-  LLM_COMM_DEVICE void re_arm(uint64_t place, uint64_t part = 0) const { re_arm(incoming(place, part)); }
-  LLM_COMM_DEVICE void re_arm(Line* line) const { re_arm_line(line); }
-  LLM_COMM_DEVICE void re_arm_of(uint32_t i, uint64_t place) const { re_arm(incoming_[i] + place); }
+  LLM_COMM_DEVICE void reset(uint64_t index, uint64_t part = 0) const { reset(incoming(index, part)); }
+  LLM_COMM_DEVICE void reset(Line* line) const { reset_line(line); }
+  LLM_COMM_DEVICE void reset_of(uint32_t i, uint64_t index) const { reset(incoming_[i] + index); }
 
   // Address of a line, for a kernel that receives and resets it at different points and computes the address once.
-  LLM_COMM_DEVICE Line* incoming(uint64_t place, uint64_t part = 0) const { return incoming_[0] + part + place; }
+  LLM_COMM_DEVICE Line* incoming(uint64_t index, uint64_t part = 0) const { return incoming_[0] + part + index; }
 
   LLM_COMM_DEVICE bool aborted() const { return op_.aborted(); }
   LLM_COMM_DEVICE uint64_t sequence() const { return op_.sequence(); }
@@ -216,7 +216,7 @@ class LLSessionOf {
   LLM_COMM_DEVICE OperationInWait in_wait() const { return op_.in_wait(); }
   LLM_COMM_DEVICE void note_abort() { op_.note_abort(); }
 
-  // As Operation::arrive(): one thread of each block, after all its threads have called begin().
+  // As Operation::arrive(): called by one thread of each block, when every thread of the block has called begin().
   LLM_COMM_DEVICE void arrive() const { op_.arrive(); }
 
  private:

@@ -86,8 +86,9 @@ LLM_COMM_DEVICE CommState* state_of(const DeviceComm& comm) {
 
 LLM_COMM_DEVICE WaitBounds bounds_of(const DeviceComm& comm) {
   CommState& state = *state_of(comm);
-  return {comm.mailbox,  &state.aborted,  &state.last_poll,
-          &state.exited, comm.timeout_ns, Suspicions(comm.workspace, kNotesOffset, comm.rank, comm.world_size)};
+  return {comm.mailbox,     &state.aborted,
+          &state.last_poll, &state.exited,
+          comm.timeout_ns,  FaultReports(comm.workspace, kFaultReportsOffset, comm.rank, comm.world_size)};
 }
 
 // Ticket of this block, or of its cluster. Collective over the block; uses one word of dynamic shared memory, so call
@@ -209,7 +210,7 @@ class Operation {
   // True if a wait of this thread has been aborted, or begin() returned false.
   LLM_COMM_DEVICE bool aborted() const { return aborted_; }
 
-  // Counts this block in. One thread of every block calls it once, after all threads of the block have called begin()
+  // Counts this block in. One thread of every block calls it once, when every thread of the block has called begin()
   // and a block_sync(). It need not be the last call: the next operation reads the number only after this grid has
   // ended. An operation that overlaps this one before then reads the same number; the host detects that.
   //
@@ -235,7 +236,7 @@ class Operation {
   }
 
   // Stores a fault report at every rank that names this rank, so that every wait for it ends.
-  LLM_COMM_DEVICE void tell_of_failure() const { bounds().suspicions.tell(comm_.rank); }
+  LLM_COMM_DEVICE void report_failure() const { bounds().fault_reports.send(comm_.rank); }
 
  private:
   static_assert(kSlots == 2, "is_odd() takes the parity of the sequence number");

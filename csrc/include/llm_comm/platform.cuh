@@ -45,7 +45,7 @@
 //                 that for relaxed loads only; GPUs serve an aligned 16-byte load as one access to the L2.
 // Waiting         clock_ns(): monotonic. spin_hint(): call after a failed poll.
 //                 kPollsPerCheck: failed polls after which a wait reads the clock.
-// Multicast       NVLink multicast to the memories behind a MulticastPlace. System scope; only each 4-byte word is
+// Multicast       NVLink multicast to the memories behind a MulticastAddress. System scope; only each 4-byte word is
 //                 atomic. multicast_load_reduce_{bf16,fp16,fp32}: sum of a line over all memories, in any order,
 //                 accumulated in fp32 at least, rounded once. multicast_store_line.
 //                 multicast_add_relaxed, multicast_add_release on uint32_t, uint64_t.

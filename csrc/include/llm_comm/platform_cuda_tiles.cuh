@@ -23,7 +23,7 @@
 namespace llm_comm::inline LLM_COMM_TARGET {
 
 // Address in shared memory.
-using SharedPlace = uint32_t;
+using SharedAddress = uint32_t;
 
 // Tells the compiler that a value is the same in all lanes, so that branches on it do not diverge.
 LLM_COMM_DEVICE uint32_t same_in_warp(uint32_t value) { return __shfl_sync(0xFFFFFFFFu, value, 0); }
@@ -31,19 +31,19 @@ LLM_COMM_DEVICE uint32_t same_in_warp(uint32_t value) { return __shfl_sync(0xFFF
 LLM_COMM_DEVICE void warp_sync() { __syncwarp(); }
 
 // The shuffle keeps the compiler from recomputing the address at each use from special registers, which is slow.
-LLM_COMM_DEVICE SharedPlace tile_memory() {
+LLM_COMM_DEVICE SharedAddress tile_memory() {
   const auto start = static_cast<uint32_t>(__cvta_generic_to_shared(shared_memory<char>()));
   return same_in_warp((start + kBoxAlignment - 1) / kBoxAlignment * kBoxAlignment);
 }
 
 template <class T>
-LLM_COMM_DEVICE T* pointer_to(SharedPlace place) {
+LLM_COMM_DEVICE T* pointer_to(SharedAddress place) {
   return static_cast<T*>(__cvta_shared_to_generic(place));
 }
 
 // ---- Barriers ----------------------------------------------------------------------------------------------------
 
-LLM_COMM_DEVICE void barrier_init(SharedPlace barrier, uint32_t arrivals) {
+LLM_COMM_DEVICE void barrier_init(SharedAddress barrier, uint32_t arrivals) {
   if (thread_index() % kWarpThreads != 0) return;
   asm volatile("mbarrier.init.shared.b64 [%0], %1;" ::"r"(barrier), "r"(arrivals) : "memory");
 }
@@ -55,11 +55,11 @@ LLM_COMM_DEVICE void barrier_init_fence() {
 #endif
 }
 
-LLM_COMM_DEVICE void barrier_arrive(SharedPlace barrier) {
+LLM_COMM_DEVICE void barrier_arrive(SharedAddress barrier) {
   asm volatile("{ .reg .b64 state; mbarrier.arrive.shared.b64 state, [%0]; }" ::"r"(barrier) : "memory");
 }
 
-LLM_COMM_DEVICE void barrier_wait(SharedPlace barrier, uint32_t parity) {
+LLM_COMM_DEVICE void barrier_wait(SharedAddress barrier, uint32_t parity) {
   uint32_t is_over = 0;
   do {
 #if LLM_COMM_HAS_TMA
@@ -82,7 +82,7 @@ LLM_COMM_DEVICE void barrier_wait(SharedPlace barrier, uint32_t parity) {
 inline constexpr uint32_t kFetchArrivals = LLM_COMM_HAS_TMA ? 1 : kWarpThreads;
 inline constexpr uint32_t kNumberArrivals = LLM_COMM_HAS_TMA ? kWarpThreads : 0;
 
-LLM_COMM_DEVICE void fetch_begin(SharedPlace full, uint32_t bytes) {
+LLM_COMM_DEVICE void fetch_begin(SharedAddress full, uint32_t bytes) {
 #if LLM_COMM_HAS_TMA
   if (thread_index() % kWarpThreads != 0) return;
   asm volatile("{ .reg .b64 state; mbarrier.arrive.expect_tx.shared.b64 state, [%0], %1; }" ::"r"(full), "r"(bytes)
@@ -91,8 +91,8 @@ LLM_COMM_DEVICE void fetch_begin(SharedPlace full, uint32_t bytes) {
 }
 
 template <uint32_t Parts>
-LLM_COMM_DEVICE void fetch_boxes(SharedPlace to, const MatrixView& matrix, uint32_t row, uint32_t box, uint32_t rows,
-                                 uint32_t boxes, SharedPlace full, BoxUse use) {
+LLM_COMM_DEVICE void fetch_boxes(SharedAddress to, const MatrixView& matrix, uint32_t row, uint32_t box, uint32_t rows,
+                                 uint32_t boxes, SharedAddress full, BoxUse use) {
 #if LLM_COMM_HAS_TMA
   // Encodings of createpolicy for the whole access (CUTLASS, TMA::CacheHintSm90).
   constexpr uint64_t kEvictFirst = 0x12F0000000000000;
@@ -135,12 +135,12 @@ LLM_COMM_DEVICE void fetch_boxes(SharedPlace to, const MatrixView& matrix, uint3
 #endif
 }
 
-LLM_COMM_DEVICE void fetch_number(SharedPlace to, const float* from) {
+LLM_COMM_DEVICE void fetch_number(SharedAddress to, const float* from) {
   asm volatile("cp.async.ca.shared.global [%0], [%1], 4;" ::"r"(to), "l"(from) : "memory");
 }
 
 template <bool Numbers = false>
-LLM_COMM_DEVICE void fetch_end(SharedPlace full) {
+LLM_COMM_DEVICE void fetch_end(SharedAddress full) {
   if constexpr (Numbers || !LLM_COMM_HAS_TMA) {
     asm volatile("cp.async.mbarrier.arrive.noinc.shared.b64 [%0];" ::"r"(full) : "memory");
   }
@@ -159,7 +159,7 @@ struct Box {
   uint64_t descriptor;
 };
 
-LLM_COMM_DEVICE Box box_at(SharedPlace place) {
+LLM_COMM_DEVICE Box box_at(SharedAddress place) {
   constexpr uint64_t kEightRows = 8 * kBoxRowBytes;
   return {uint64_t{(place & 0x3FFFFu) >> 4} | uint64_t{1} << 16 | kEightRows >> 4 << 32 | uint64_t{1} << 62};
 }
@@ -170,12 +170,12 @@ namespace tiles {
 
 // FP8 operands are always K-major, so their instruction has no transpose flags.
 #define LLM_COMM_WGMMA(count, registers, operands, ...)                                                    \
-  if constexpr (F == FactorType::kFloat8) {                                                                \
+  if constexpr (F == OperandType::kFloat8) {                                                               \
     asm volatile("wgmma.mma_async.sync.aligned.m64n" #count "k32.f32.e4m3.e4m3 {" registers "}, " operands \
                  ", 1, 1, 1;"                                                                              \
                  : __VA_ARGS__                                                                             \
                  : "l"(outputs), "l"(tokens));                                                             \
-  } else if constexpr (F == FactorType::kBFloat16) {                                                       \
+  } else if constexpr (F == OperandType::kBFloat16) {                                                      \
     asm volatile("wgmma.mma_async.sync.aligned.m64n" #count "k16.f32.bf16.bf16 {" registers "}, " operands \
                  ", 1, 1, 1, 0, 0;"                                                                        \
                  : __VA_ARGS__                                                                             \
@@ -195,7 +195,7 @@ namespace tiles {
 #define LLM_COMM_SUMS_32(i) LLM_COMM_SUMS(i), LLM_COMM_SUMS(i + 8), LLM_COMM_SUMS(i + 16), LLM_COMM_SUMS(i + 24)
 
 // 64 outputs times 2 * N tokens over 32 bytes of columns.
-template <FactorType F, uint32_t N>
+template <OperandType F, uint32_t N>
 LLM_COMM_DEVICE void wgmma(float (&sums)[N], uint64_t outputs, uint64_t tokens) {
   // clang-format off
   if constexpr (N == 4) {
@@ -248,7 +248,7 @@ LLM_COMM_DEVICE void multiply_wait(float (&sums)[N]) {
 
 // The instruction computes 64 outputs. If the tile has fewer rows, the others are computed from the memory behind the
 // tile and never read.
-template <FactorType F, uint32_t N>
+template <OperandType F, uint32_t N>
 LLM_COMM_DEVICE void multiply_boxes(float (&sums)[N], Box outputs, uint32_t, Box tokens) {
   asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
   LLM_COMM_UNROLL(4)
@@ -264,10 +264,10 @@ template <uint32_t Groups, uint32_t N>
 LLM_COMM_DEVICE void multiply_wait(float (&)[N]) {}
 
 struct Box {
-  SharedPlace place;
+  SharedAddress place;
 };
 
-LLM_COMM_DEVICE Box box_at(SharedPlace place) { return {place}; }
+LLM_COMM_DEVICE Box box_at(SharedAddress place) { return {place}; }
 LLM_COMM_DEVICE Box moved(Box box, uint32_t bytes) { return {box.place + bytes}; }
 
 namespace tiles {
@@ -291,7 +291,7 @@ LLM_COMM_DEVICE void multiply_fp8(float* sums, const uint32_t (&a)[4], const uin
 }  // namespace tiles
 
 // A warp computes 16 outputs. If only 8 rows of the tile are left, it computes them twice.
-template <FactorType F, uint32_t N>
+template <OperandType F, uint32_t N>
 LLM_COMM_DEVICE void multiply_boxes(float (&sums)[N], Box outputs, uint32_t output_rows, Box tokens) {
   const uint32_t lane = thread_index() % kWarpThreads;
   const uint32_t first = thread_index() % kTeamThreads / kWarpThreads * 16;
@@ -312,9 +312,9 @@ LLM_COMM_DEVICE void multiply_boxes(float (&sums)[N], Box outputs, uint32_t outp
                    : "=r"(b[0]), "=r"(b[1])
                    : "r"(tiles::piece(tokens, 8 * i + lane % 8, 2 * k + lane / 8 % 2))
                    : "memory");
-      if constexpr (F == FactorType::kFloat8) {
+      if constexpr (F == OperandType::kFloat8) {
         tiles::multiply_fp8(sums + 4 * i, a, b);
-      } else if constexpr (F == FactorType::kBFloat16) {
+      } else if constexpr (F == OperandType::kBFloat16) {
         asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
             : "+f"(sums[4 * i]), "+f"(sums[4 * i + 1]), "+f"(sums[4 * i + 2]), "+f"(sums[4 * i + 3])
             : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]));

@@ -59,15 +59,15 @@ void add_by_switch(char* address, T n) {
 }
 #endif
 
-inline char* of_rank(const MulticastPlace& place, uint32_t rank) { return place.each[rank] + place.offset; }
+inline char* of_rank(const MulticastAddress& address, uint32_t rank) { return address.each[rank] + address.offset; }
 
 template <class Storage, class Value, class Round>
-Line load_reduce(const MulticastPlace& place, Value value, Round round) {
+Line load_reduce(const MulticastAddress& address, Value value, Round round) {
   constexpr uint32_t kElements = sizeof(Line) / sizeof(Storage);
-  const DrawnRanks order(place.count);
+  const DrawnRanks order(address.count);
   float sum[kElements];
-  for (uint32_t i = 0; i < place.count; ++i) {
-    const auto found = std::bit_cast<std::array<Storage, kElements>>(load_by_switch(of_rank(place, order.rank[i])));
+  for (uint32_t i = 0; i < address.count; ++i) {
+    const auto found = std::bit_cast<std::array<Storage, kElements>>(load_by_switch(of_rank(address, order.rank[i])));
     for (uint32_t e = 0; e < kElements; ++e) sum[e] = i == 0 ? value(found[e]) : sum[e] + value(found[e]);
   }
   std::array<Storage, kElements> rounded;
@@ -76,45 +76,46 @@ Line load_reduce(const MulticastPlace& place, Value value, Round round) {
 }
 
 template <class T>
-void add_everywhere(const MulticastPlace& place, T n) {
-  const DrawnRanks order(place.count);
-  for (uint32_t i = 0; i < place.count; ++i) add_by_switch(of_rank(place, order.rank[i]), n);
+void add_everywhere(const MulticastAddress& address, T n) {
+  const DrawnRanks order(address.count);
+  for (uint32_t i = 0; i < address.count; ++i) add_by_switch(of_rank(address, order.rank[i]), n);
 }
 
 }  // namespace emulator
 
-LLM_COMM_DEVICE Line multicast_load_reduce_bf16(const MulticastPlace& place) {
+LLM_COMM_DEVICE Line multicast_load_reduce_bf16(const MulticastAddress& address) {
   return emulator::load_reduce<uint16_t>(
-      place, [](uint16_t bits) { return bits_to_float(static_cast<uint32_t>(bits) << 16); }, &float_to_bf16);
+      address, [](uint16_t bits) { return bits_to_float(static_cast<uint32_t>(bits) << 16); }, &float_to_bf16);
 }
-LLM_COMM_DEVICE Line multicast_load_reduce_fp16(const MulticastPlace& place) {
-  return emulator::load_reduce<uint16_t>(place, &fp16_to_float, &float_to_fp16);
+LLM_COMM_DEVICE Line multicast_load_reduce_fp16(const MulticastAddress& address) {
+  return emulator::load_reduce<uint16_t>(address, &fp16_to_float, &float_to_fp16);
 }
-LLM_COMM_DEVICE Line multicast_load_reduce_fp32(const MulticastPlace& place) {
-  return emulator::load_reduce<uint32_t>(place, &bits_to_float, &float_to_bits);
-}
-
-LLM_COMM_DEVICE void multicast_store_line(const MulticastPlace& place, Line line) {
-  const emulator::DrawnRanks order(place.count);
-  for (uint32_t i = 0; i < place.count; ++i) emulator::store_by_switch(emulator::of_rank(place, order.rank[i]), line);
+LLM_COMM_DEVICE Line multicast_load_reduce_fp32(const MulticastAddress& address) {
+  return emulator::load_reduce<uint32_t>(address, &bits_to_float, &float_to_bits);
 }
 
-LLM_COMM_DEVICE void multicast_add_relaxed(const MulticastPlace& place, uint32_t n) {
-  emulator::add_everywhere(place, n);
+LLM_COMM_DEVICE void multicast_store_line(const MulticastAddress& address, Line line) {
+  const emulator::DrawnRanks order(address.count);
+  for (uint32_t i = 0; i < address.count; ++i)
+    emulator::store_by_switch(emulator::of_rank(address, order.rank[i]), line);
 }
-LLM_COMM_DEVICE void multicast_add_relaxed(const MulticastPlace& place, uint64_t n) {
-  emulator::add_everywhere(place, n);
+
+LLM_COMM_DEVICE void multicast_add_relaxed(const MulticastAddress& address, uint32_t n) {
+  emulator::add_everywhere(address, n);
+}
+LLM_COMM_DEVICE void multicast_add_relaxed(const MulticastAddress& address, uint64_t n) {
+  emulator::add_everywhere(address, n);
 }
 
 // A release is a fence followed by the access (PTX ISA, "Release and Acquire Patterns"). fence_system() is stronger
 // than needed.
-LLM_COMM_DEVICE void multicast_add_release(const MulticastPlace& place, uint32_t n) {
+LLM_COMM_DEVICE void multicast_add_release(const MulticastAddress& address, uint32_t n) {
   fence_system();
-  emulator::add_everywhere(place, n);
+  emulator::add_everywhere(address, n);
 }
-LLM_COMM_DEVICE void multicast_add_release(const MulticastPlace& place, uint64_t n) {
+LLM_COMM_DEVICE void multicast_add_release(const MulticastAddress& address, uint64_t n) {
   fence_system();
-  emulator::add_everywhere(place, n);
+  emulator::add_everywhere(address, n);
 }
 
 #if defined(LLM_COMM_DETERMINISTIC)

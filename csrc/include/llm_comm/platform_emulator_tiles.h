@@ -2,25 +2,25 @@
 // thread computes its sums in plain code. The rows of a tile lie one after the other, without a swizzle.
 #pragma once
 
-#include "llm_comm/factor.cuh"
 #include "llm_comm/fragment.cuh"
 #include "llm_comm/matrix_view.h"
+#include "llm_comm/operand.cuh"
 
 namespace llm_comm::inline LLM_COMM_TARGET {
 
 inline constexpr uint32_t kFetchArrivals = 1;
 inline constexpr uint32_t kNumberArrivals = 0;
 
-using SharedPlace = char*;
+using SharedAddress = char*;
 
 LLM_COMM_DEVICE uint32_t same_in_warp(uint32_t value) { return value; }
 
 LLM_COMM_DEVICE void warp_sync() { emulator::warp_exchange(0.0f, 0); }
 
-LLM_COMM_DEVICE SharedPlace tile_memory() { return shared_memory<char>(); }
+LLM_COMM_DEVICE SharedAddress tile_memory() { return shared_memory<char>(); }
 
 template <class T>
-LLM_COMM_DEVICE T* pointer_to(SharedPlace place) {
+LLM_COMM_DEVICE T* pointer_to(SharedAddress place) {
   return reinterpret_cast<T*>(place);
 }
 
@@ -28,27 +28,27 @@ LLM_COMM_DEVICE bool is_first_lane() { return thread_index() % kWarpThreads == 0
 
 // Barrier word: completed phases from bit 32, arrivals per phase from bit 16, arrivals missing in this phase from bit
 // 0.
-LLM_COMM_DEVICE void barrier_init(SharedPlace barrier, uint32_t arrivals) {
+LLM_COMM_DEVICE void barrier_init(SharedAddress barrier, uint32_t arrivals) {
   if (is_first_lane()) *pointer_to<uint64_t>(barrier) = uint64_t{arrivals} << 16 | arrivals;
 }
 
 LLM_COMM_DEVICE void barrier_init_fence() {}
 
-LLM_COMM_DEVICE void barrier_arrive(SharedPlace barrier) {
+LLM_COMM_DEVICE void barrier_arrive(SharedAddress barrier) {
   auto& state = *pointer_to<uint64_t>(barrier);
   state -= 1;
   if ((state & 0xFFFF) == 0) state += (uint64_t{1} << 32) + (state >> 16 & 0xFFFF);
 }
 
-LLM_COMM_DEVICE void barrier_wait(SharedPlace barrier, uint32_t parity) {
+LLM_COMM_DEVICE void barrier_wait(SharedAddress barrier, uint32_t parity) {
   while ((*pointer_to<uint64_t>(barrier) >> 32 & 1) == parity) emulator::yield();
 }
 
-LLM_COMM_DEVICE void fetch_begin(SharedPlace, uint32_t) {}
+LLM_COMM_DEVICE void fetch_begin(SharedAddress, uint32_t) {}
 
 template <uint32_t Parts>
-LLM_COMM_DEVICE void fetch_boxes(SharedPlace to, const MatrixView& matrix, uint32_t row, uint32_t box, uint32_t rows,
-                                 uint32_t boxes, SharedPlace, BoxUse) {
+LLM_COMM_DEVICE void fetch_boxes(SharedAddress to, const MatrixView& matrix, uint32_t row, uint32_t box, uint32_t rows,
+                                 uint32_t boxes, SharedAddress, BoxUse) {
   if (!is_first_lane()) return;
   auto* line = pointer_to<Line>(to);
   for (uint32_t b = box; b < box + boxes; ++b) {
@@ -65,19 +65,19 @@ LLM_COMM_DEVICE void fetch_boxes(SharedPlace to, const MatrixView& matrix, uint3
   }
 }
 
-LLM_COMM_DEVICE void fetch_number(SharedPlace to, const float* from) { *pointer_to<float>(to) = load_plain(from); }
+LLM_COMM_DEVICE void fetch_number(SharedAddress to, const float* from) { *pointer_to<float>(to) = load_plain(from); }
 
 template <bool Numbers = false>
-LLM_COMM_DEVICE void fetch_end(SharedPlace full) {
+LLM_COMM_DEVICE void fetch_end(SharedAddress full) {
   if constexpr (Numbers) warp_sync();  // the numbers of all lanes
   if (is_first_lane()) barrier_arrive(full);
 }
 
 struct Box {
-  SharedPlace place;
+  SharedAddress place;
 };
 
-LLM_COMM_DEVICE Box box_at(SharedPlace place) { return {place}; }
+LLM_COMM_DEVICE Box box_at(SharedAddress place) { return {place}; }
 LLM_COMM_DEVICE Box moved(Box box, uint32_t bytes) { return {box.place + bytes}; }
 
 LLM_COMM_DEVICE void multiply_end() {}
@@ -85,15 +85,15 @@ template <uint32_t Groups, uint32_t N>
 LLM_COMM_DEVICE void multiply_wait(float (&)[N]) {}
 
 // Products are exact in fp32, also those of FP8. Sums are rounded to fp32 only; GPUs accumulate FP8 with fewer bits.
-template <FactorType F, uint32_t N>
+template <OperandType F, uint32_t N>
 LLM_COMM_DEVICE void multiply_boxes(float (&sums)[N], Box outputs, uint32_t output_rows, Box tokens) {
   const uint32_t thread = thread_index() % kTeamThreads;
   for (uint32_t i = 0; i < N; ++i) {
     const uint32_t output = output_of(thread, i);
     if (output >= output_rows) continue;
-    const auto* const weights = pointer_to<const Factor<F>>(outputs.place + output * kBoxRowBytes);
-    const auto* const x = pointer_to<const Factor<F>>(tokens.place + token_of(thread, i) * kBoxRowBytes);
-    constexpr uint32_t kColumns = kBoxRowBytes / sizeof(Factor<F>);
+    const auto* const weights = pointer_to<const Operand<F>>(outputs.place + output * kBoxRowBytes);
+    const auto* const x = pointer_to<const Operand<F>>(tokens.place + token_of(thread, i) * kBoxRowBytes);
+    constexpr uint32_t kColumns = kBoxRowBytes / sizeof(Operand<F>);
     for (uint32_t k = 0; k < kColumns; ++k) sums[i] = multiply_add(weights[k].value(), x[k].value(), sums[i]);
   }
 }

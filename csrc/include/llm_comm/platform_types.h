@@ -52,7 +52,7 @@ struct alignas(16) Line {
 };
 
 // A range that exists in several memories and that NVLink multicast reaches by one address.
-struct MulticastPlace {
+struct MulticastAddress {
   char* all;          // base of the multicast mapping; with an emulated switch only non-null
   char* const* each;  // base of each memory, as this GPU maps it; used by the emulated switch
   uint32_t count;     // number of memories

@@ -46,7 +46,7 @@ class PortFifo {
   LLM_COMM_DEVICE bool flush(uint32_t peer, Wait wait) const {
     const uint64_t position = fetch_add(&state_->head, 1);
     const uint64_t word = kPortsOffset + offsetof(PortState, flushed) + peer * sizeof(uint64_t);
-    if (!write(position, {peer, kPortEcho, 0, 0, 0, word, position + 1}, wait)) return false;
+    if (!write(position, {peer, kPortLocalCompletion, 0, 0, 0, word, position + 1}, wait)) return false;
     return wait([&] { return load_acquire(&state_->flushed[peer]) > position; });
   }
 

@@ -14,7 +14,7 @@ namespace llm_comm {
 // Parts of a request, executed in this order.
 inline constexpr uint32_t kPortPut = 1;     // copy `bytes` from `source` to `destination`
 inline constexpr uint32_t kPortSignal = 2;  // write `value` to `word` of the peer, after all earlier puts to it
-inline constexpr uint32_t kPortEcho =
+inline constexpr uint32_t kPortLocalCompletion =
     4;  // write `value` to `word` of this rank once all earlier requests for the peer are complete
 
 struct PortRequest {

@@ -69,11 +69,11 @@ class PortSession {
   }
 
   // Requests local completion: the proxy writes a word when all earlier puts to the peer have left their source.
-  LLM_COMM_DEVICE bool ask_for_echo(uint32_t peer, uint32_t step) {
-    return push({peer, kPortEcho, 0, 0, 0, arrival_offset(comm_.rank, 0), value_of(step)});
+  LLM_COMM_DEVICE bool request_local_completion(uint32_t peer, uint32_t step) {
+    return push({peer, kPortLocalCompletion, 0, 0, 0, arrival_offset(comm_.rank, 0), value_of(step)});
   }
   // Waits for local completion. All peers share one word, so this works for two ranks only.
-  LLM_COMM_DEVICE bool wait_for_echo(uint32_t peer, uint32_t step, uint32_t phase) {
+  LLM_COMM_DEVICE bool wait_for_local_completion(uint32_t peer, uint32_t step, uint32_t phase) {
     return wait_for_word(arrival(comm_.rank, 0), step, peer, phase);
   }
 

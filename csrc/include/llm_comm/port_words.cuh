@@ -16,17 +16,18 @@ class PortWords {
   // Requests a put to a symmetric offset of the peer, followed by a signal. `wait(poll)`: a bounded wait. False: it was
   // aborted.
   template <class Wait>
-  LLM_COMM_DEVICE bool put_to_heap(uint32_t peer, uint64_t place, const void* from, uint64_t bytes, uint32_t hop,
-                                   uint64_t value, Wait wait) const {
-    return PortFifo(comm_).push({peer, kPortPut | kPortSignal, reinterpret_cast<uint64_t>(from), kInHeap | place, bytes,
-                                 arrival_offset(comm_.rank, hop), value},
+  LLM_COMM_DEVICE bool put_to_heap(uint32_t peer, uint64_t symmetric_offset, const void* from, uint64_t bytes,
+                                   uint32_t hop, uint64_t value, Wait wait) const {
+    return PortFifo(comm_).push({peer, kPortPut | kPortSignal, reinterpret_cast<uint64_t>(from),
+                                 kInHeap | symmetric_offset, bytes, arrival_offset(comm_.rank, hop), value},
                                 wait);
   }
   // Requests a put without a signal. The signal of the next put to the same peer covers both.
   template <class Wait>
-  LLM_COMM_DEVICE bool put_to_heap_unsignalled(uint32_t peer, uint64_t place, const void* from, uint64_t bytes,
-                                               Wait wait) const {
-    return PortFifo(comm_).push({peer, kPortPut, reinterpret_cast<uint64_t>(from), kInHeap | place, bytes, 0, 0}, wait);
+  LLM_COMM_DEVICE bool put_to_heap_unsignalled(uint32_t peer, uint64_t symmetric_offset, const void* from,
+                                               uint64_t bytes, Wait wait) const {
+    return PortFifo(comm_).push(
+        {peer, kPortPut, reinterpret_cast<uint64_t>(from), kInHeap | symmetric_offset, bytes, 0, 0}, wait);
   }
 
   // Waits until the arrival word holds `value` or a later one.

@@ -15,10 +15,10 @@ struct ProgramArgs : Channels {
   char* at[kMaxWorldSize];  // workspaces of rank, rank + 1, ... (modulo the world size), as this rank maps them
   char* input;
   char* output;
-  uint64_t part_bytes;   // bytes of one shard: the whole message, or what each rank holds of it
-  uint64_t bytes;        // of the message, for error reports
-  uint64_t input_place;  // symmetric offset, where peers access the tensor
-  uint64_t output_place;
+  uint64_t part_bytes;              // bytes of one shard: the whole message, or what each rank holds of it
+  uint64_t bytes;                   // of the message, for error reports
+  uint64_t input_symmetric_offset;  // symmetric offset, where peers access the tensor
+  uint64_t output_symmetric_offset;
   OperationKind kind;
 };
 

@@ -37,15 +37,15 @@ LLM_COMM_DEVICE uint64_t word_of_step(uint64_t sequence, uint32_t step) { return
 
 // Words from `sender` to `receiver` that are not steps: the symmetric offset of its output, and the last operation
 // whose data it has received.
-LLM_COMM_DEVICE uint64_t* place_word(const DeviceComm& comm, uint32_t receiver, uint32_t sender) {
-  return reinterpret_cast<uint64_t*>(comm.workspace[receiver] + kPlacesOffset) + sender;
+LLM_COMM_DEVICE uint64_t* offset_word(const DeviceComm& comm, uint32_t receiver, uint32_t sender) {
+  return reinterpret_cast<uint64_t*>(comm.workspace[receiver] + kOutputOffsetsOffset) + sender;
 }
 LLM_COMM_DEVICE uint64_t* end_word(const DeviceComm& comm, uint32_t receiver, uint32_t sender) {
   return reinterpret_cast<uint64_t*>(comm.workspace[receiver] + kEndsOffset) + sender;
 }
 
-// First line of a half of a rank's staging memory. Operations use the halves for their two exchanges, or one half alone.
-// When a line may be written again, the file of each operation says: step_pipeline.cuh, port_chunks.cuh,
+// First line of a half of a rank's staging memory. Operations use the halves for their two exchanges, or one half
+// alone. When a line may be written again, the file of each operation says: step_pipeline.cuh, port_chunks.cuh,
 // switch_chunks.cuh and two_shot_ld_reduce.cuh.
 LLM_COMM_DEVICE Line* staging_of(const DeviceComm& comm, uint32_t rank, uint32_t half) {
   const uint64_t half_lines = comm.staging_bytes / (2 * sizeof(Line));

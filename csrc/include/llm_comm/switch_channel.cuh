@@ -4,7 +4,7 @@
 //   SwitchChannel channel(comm, offset);   bytes from the start of a workspace
 //   channel.load_reduce<D>(at)             sum over all ranks of the 16-byte line at offset + at. Any order,
 //                                          accumulated in fp32 at least, rounded once. Two loads of one
-//                                          line may return different bits
+//                                          line may return different bits.
 //   channel.store(at, line)                stores the line in every rank's memory, this rank's included
 //   channel.reduce(at, n)                  adds n to the word of every rank
 //
@@ -15,18 +15,19 @@
 // Alias fences. The multicast mapping is a second address of memory that kernels also access through each rank's
 // workspace. The PTX memory model ("Proxy-preserved base causality order") orders accesses through two addresses only
 // if an alias proxy fence lies on the causality path between them. Any point of the path and any thread will do. Each
-// exchange through a switch therefore has a fence_aliases():
+// exchange through a switch therefore has two calls of fence_aliases().
 //
-// - Between plain stores and a load_reduce() of the data, and between a store() and plain loads of the data: before the
-// signal that announces the data. The signal is a release after a block barrier, so one fence serves the whole block.
-// - Between an earlier store to a place, through either address, and a store() to the same place: in the storing
-//   thread,
-// after it has begun the operation and so knows that the place is free. The fence may also precede the signals that
-// free the place.
+// Fence 1 lies between plain stores and a load_reduce() of the data, and between a store() and plain loads of the data.
+// It precedes the signal that announces the data. The signal is a release after a block barrier, so one fence serves
+// the whole block.
+//
+// Fence 2 lies between an earlier store to a line, through either address, and a store() to the same line. The storing
+// thread executes it once it has begun the operation and so knows that the line is free. The fence may also precede the
+// signals that free the line.
 //
 // No fence lies between a store() of LL lines and the polls for them. A poll orders nothing: it repeats until the data
-// has arrived, and a fence would not make it arrive earlier. (The CUDA programming guide, "Use Multicast Mappings",
-// polls a counter in the same way, to which all ranks add through the switch.) Resetting a polled line to the sentinel
+// has arrived, and a fence would not make it arrive earlier. The CUDA programming guide ("Use Multicast Mappings")
+// polls a counter in the same way, to which all ranks add through the switch. Resetting a polled line to the sentinel
 // is ordered by the poll itself: the poll has returned the value that the reset overwrites.
 #pragma once
 
@@ -43,26 +44,26 @@ class SwitchChannel {
   template <DataType D>
   LLM_COMM_DEVICE Line load_reduce(uint64_t at) const {
     if constexpr (D == DataType::kBFloat16) {
-      return multicast_load_reduce_bf16(place(at));
+      return multicast_load_reduce_bf16(address(at));
     } else if constexpr (D == DataType::kFloat16) {
-      return multicast_load_reduce_fp16(place(at));
+      return multicast_load_reduce_fp16(address(at));
     } else {
       static_assert(D == DataType::kFloat32, "bytes have no sum");
-      return multicast_load_reduce_fp32(place(at));
+      return multicast_load_reduce_fp32(address(at));
     }
   }
 
-  LLM_COMM_DEVICE void store(uint64_t at, Line line) const { multicast_store_line(place(at), line); }
+  LLM_COMM_DEVICE void store(uint64_t at, Line line) const { multicast_store_line(address(at), line); }
   // Stores an LL line (line.cuh). Every receiver polls for it in its own memory.
   LLM_COMM_DEVICE void send(uint64_t at, Line payload) const { store(at, encode_sentinel(payload)); }
 
   template <class T>
   LLM_COMM_DEVICE void reduce(uint64_t at, T n) const {
-    multicast_add_relaxed(place(at), n);
+    multicast_add_relaxed(address(at), n);
   }
   template <class T>
   LLM_COMM_DEVICE void reduce_release(uint64_t at, T n) const {
-    multicast_add_release(place(at), n);
+    multicast_add_release(address(at), n);
   }
 
   // Converts an address in this rank's workspace to an offset of this channel.
@@ -71,7 +72,7 @@ class SwitchChannel {
   }
 
  private:
-  LLM_COMM_DEVICE MulticastPlace place(uint64_t at) const {
+  LLM_COMM_DEVICE MulticastAddress address(uint64_t at) const {
     return {comm_.multicast, comm_.workspace, comm_.world_size, offset_ + at};
   }
 

@@ -6,7 +6,7 @@
 // a matrix row. In shared memory a tile starts at a multiple of kBoxAlignment and takes kBoxRowBytes per row. The order
 // of the bytes inside a tile depends on the target.
 //
-// Shared memory   SharedPlace: an address in shared memory, to which bytes can be added. pointer_to<T>(place).
+// Shared memory   SharedAddress: an address in shared memory, to which bytes can be added. pointer_to<T>(place).
 //                 tile_memory(): dynamic shared memory of the block, rounded up to a multiple of kBoxAlignment.
 // Barriers        mbarriers of the block, 8 bytes of shared memory each.
 //                 barrier_init(b, n): all lanes of one warp; then barrier_init_fence() and, for other warps,

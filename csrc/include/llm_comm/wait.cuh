@@ -3,7 +3,7 @@
 // stream of queued calls drains within one time-out.
 #pragma once
 
-#include "llm_comm/suspicion.cuh"
+#include "llm_comm/fault_reports.cuh"
 #include "llm_comm/workspace_layout.h"
 
 namespace llm_comm::inline LLM_COMM_TARGET {
@@ -25,13 +25,13 @@ enum class OperationKind : uint32_t { kUser = 0 };
 inline constexpr uint32_t kCheckPhase = 0xFFFF;
 
 enum class ErrorCause : uint32_t {
-  kTimeout = 0,        // a wait for `peer` expired
-  kMismatch = 1,       // `peer` called another operation, or the same one with other arguments
-  kConcurrentUse = 2,  // two operations of this rank overlap
-  kPeerExited = 3,     // a wait for `peer` ended because its process has exited
-  kNotSymmetric = 4,   // a tensor of `peer` that other ranks were to access is not in symmetric memory
-  kNoChannel = 5,      // a kernel asked for a channel to `peer` by semaphore `sequence`, which does not exist
-  kOtherPlace = 6,     // a tensor of `peer` has not the symmetric offset of rank 0's, as it must
+  kTimeout = 0,               // a wait for `peer` expired
+  kMismatch = 1,              // `peer` called another operation, or the same one with other arguments
+  kConcurrentUse = 2,         // two operations of this rank overlap
+  kPeerExited = 3,            // a wait for `peer` ended because its process has exited
+  kNotSymmetric = 4,          // a tensor of `peer` that other ranks were to access is not in symmetric memory
+  kNoChannel = 5,             // a kernel asked for a channel to `peer` by semaphore `sequence`, which does not exist
+  kOtherSymmetricOffset = 6,  // a tensor of `peer` has not the symmetric offset of rank 0's, as it must
 };
 
 // First error of a communicator. Lies in host memory that the device maps.
@@ -73,7 +73,7 @@ struct WaitBounds {
   uint32_t* last_poll;  // device memory, zero at first: time of the last host poll (elect_poller)
   uint32_t* exited;     // device memory, zero at first: end_reasons as the last poller read them
   uint64_t timeout_ns;
-  Suspicions suspicions = {};
+  FaultReports fault_reports = {};
 
   // Elects one thread per millisecond to read end_reasons in host memory. With time-outs below a second the interval is
   // a thousandth of the time-out. If every waiting thread read host memory, the reads would queue up for longer than
@@ -121,17 +121,17 @@ LLM_COMM_DEVICE void report_error(const WaitBounds& bounds, const WaitSite& site
 LLM_COMM_DEVICE void record_expired_wait(const WaitBounds& bounds, const WaitSite& site, uint32_t peer,
                                          uint32_t phase) {
   if (!abort_communicator(bounds)) return;
-  bounds.suspicions.tell(peer);
+  bounds.fault_reports.send(peer);
   // Waits for fault reports of ranks whose waits expire at the same time, unless the cause is already certain.
   const uint64_t grace_ns = bounds.timeout_ns / 16;
   const uint64_t start = clock_ns();
   for (;;) {
-    const uint32_t culprit = bounds.suspicions.culprit(peer);
+    const uint32_t failed_peer = bounds.fault_reports.failed_peer(peer);
     const uint32_t reasons = load_relaxed(&bounds.mailbox->end_reasons);
-    const bool has_exited = (reasons >> culprit & 1) != 0;
+    const bool has_exited = (reasons >> failed_peer & 1) != 0;
     if (has_exited || (reasons & kAbortRequest) != 0 || clock_ns() - start >= grace_ns) {
       const ErrorCause cause = has_exited ? ErrorCause::kPeerExited : ErrorCause::kTimeout;
-      report_error(bounds, site, cause, culprit, phase);
+      report_error(bounds, site, cause, failed_peer, phase);
       return;
     }
     spin_hint();
@@ -167,7 +167,7 @@ LLM_COMM_DEVICE LateWait check_wait(uint64_t start, const WaitBounds& bounds, co
       return {start, true};
     }
     uint32_t suspect = peer;
-    if (bounds.suspicions.find(suspect) || has_expired) {
+    if (bounds.fault_reports.find(suspect) || has_expired) {
       record_expired_wait(bounds, site, suspect, phase);
       return {start, true};
     }

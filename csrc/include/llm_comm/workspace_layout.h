@@ -8,10 +8,11 @@
 //   ports      kPortsOffset          zero       this rank's GPU and proxy, and semaphores written by peers' proxies:
 //                                               PortState
 //   marks      kMarksOffset          zero       each peer, one line at set-up: proves that a mapping carries stores
-//   notes      kNotesOffset          zero       each rank, one word after an error: its fault report (suspicion.cuh)
+//   fault reports   kFaultReportsOffset zero    each rank, one word after an error (fault_reports.cuh)
 //   calls      kCallsOffset          zero       each rank, its next call as flag lines, where calls are compared
 //                                               (check_call.cuh)
-//   places     kPlacesOffset         0xFF       each peer, one word: symmetric offset of its output (two_shot_port.cuh)
+//   output offsets  kOutputOffsetsOffset 0xFF   each peer, one word: symmetric offset of its output
+//                                               (two_shot_port.cuh)
 //   ends       kEndsOffset           0x7F       each peer, one word: last operation whose data it has received
 //                                               (two_shot_port.cuh)
 //   arrivals   kPortSemaphoresOffset 0x7F       each peer's proxy: last step whose data it has delivered
@@ -41,9 +42,9 @@ inline constexpr uint64_t kHeaderBytes = 64 * 1024;
 inline constexpr uint64_t kHeapOffset = 256;
 inline constexpr uint64_t kPortsOffset = 2048;
 inline constexpr uint64_t kMarksOffset = 4096;
-inline constexpr uint64_t kNotesOffset = 6144;
+inline constexpr uint64_t kFaultReportsOffset = 6144;
 inline constexpr uint64_t kCallsOffset = 8192;
-inline constexpr uint64_t kPlacesOffset = 10240;
+inline constexpr uint64_t kOutputOffsetsOffset = 10240;
 inline constexpr uint64_t kEndsOffset = 11264;
 inline constexpr uint64_t kPortSemaphoresOffset = 12288;
 inline constexpr uint64_t kSignalsOffset = 16384;
@@ -67,7 +68,7 @@ using CommonSignals = SignalRange<0, 384>;
 // signals from being mistaken for those of other algorithms.
 using SumSlicesSignals = SignalRange<CommonSignals::kFirst + CommonSignals::kBlocks, 224>;
 using DirectSignals = SignalRange<SumSlicesSignals::kFirst + SumSlicesSignals::kBlocks, 160>;
-inline constexpr uint32_t kMaxSegments = (kPortsOffset - kHeapOffset) / (kMaxWorldSize * sizeof(char*));
+inline constexpr uint32_t kMaxWindows = (kPortsOffset - kHeapOffset) / (kMaxWorldSize * sizeof(char*));
 inline constexpr int kSlots = 2;
 inline constexpr uint32_t kPieces = 2;  // pieces of a shard, which are sent one after the other
 inline constexpr uint64_t kLineBytes = 16;
@@ -96,12 +97,12 @@ struct PortState {
 static_assert(kPortsOffset + sizeof(PortState) <= kMarksOffset, "the region holds it");
 static_assert(sizeof(CommState) <= kHeapOffset);
 
-// Symmetric offset ("place") of a tensor: number of the registered window and offset in it, in one word. Ranks exchange
+// Symmetric offset of a tensor: number of the registered window and offset in it, in one word. Ranks exchange
 // it.
-inline constexpr uint32_t kPlaceOffsetBits = 48;
-inline constexpr uint64_t kNoPlace = ~uint64_t{0};  // in no registered window
-LLM_COMM_HOST constexpr uint64_t place_at(uint32_t segment, uint64_t offset) {
-  return uint64_t{segment} << kPlaceOffsetBits | offset;
+inline constexpr uint32_t kWindowOffsetBits = 48;
+inline constexpr uint64_t kNoSymmetricOffset = ~uint64_t{0};  // in no registered window
+LLM_COMM_HOST constexpr uint64_t symmetric_offset_at(uint32_t window, uint64_t offset) {
+  return uint64_t{window} << kWindowOffsetBits | offset;
 }
 
 struct Region {
@@ -138,10 +139,10 @@ class WorkspaceLayout {
         {"state", 0, kHeapOffset, 0},
         {"heap", kHeapOffset, kPortsOffset - kHeapOffset, 0},
         {"ports", kPortsOffset, kMarksOffset - kPortsOffset, 0},
-        {"marks", kMarksOffset, kNotesOffset - kMarksOffset, 0},
-        {"notes", kNotesOffset, kCallsOffset - kNotesOffset, 0},
-        {"calls", kCallsOffset, kPlacesOffset - kCallsOffset, 0},
-        {"places", kPlacesOffset, kEndsOffset - kPlacesOffset, 0xFF},  // kNoPlace
+        {"marks", kMarksOffset, kFaultReportsOffset - kMarksOffset, 0},
+        {"fault reports", kFaultReportsOffset, kCallsOffset - kFaultReportsOffset, 0},
+        {"calls", kCallsOffset, kOutputOffsetsOffset - kCallsOffset, 0},
+        {"output offsets", kOutputOffsetsOffset, kEndsOffset - kOutputOffsetsOffset, 0xFF},  // kNoSymmetricOffset
         {"ends", kEndsOffset, kPortSemaphoresOffset - kEndsOffset, 0x7F},
         {"arrivals", kPortSemaphoresOffset, kSignalsOffset - kPortSemaphoresOffset, 0x7F},
         {"signals", CommonSignals::kOffset, CommonSignals::kBytes, 0x7F},

@@ -40,8 +40,8 @@ CurrentDevice::~CurrentDevice() {
   if (cudaGetDevice(&now) == cudaSuccess && now != previous_) cudaSetDevice(previous_);
 }
 
-void run_beside_captures(const std::function<void()>& step) {
-  const host::BesideCaptures beside;
+void run_in_relaxed_capture_mode(const std::function<void()>& step) {
+  const host::RelaxedCaptureMode relaxed;
   step();
 }
 

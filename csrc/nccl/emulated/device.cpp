@@ -26,7 +26,7 @@ std::unique_ptr<host::Core> make_core(const host::CoreOptions& options, int) {
 CurrentDevice::CurrentDevice(int device) : previous_(device_of_thread) { device_of_thread = device; }
 CurrentDevice::~CurrentDevice() { device_of_thread = previous_; }
 
-void run_beside_captures(const std::function<void()>& step) { step(); }
+void run_in_relaxed_capture_mode(const std::function<void()>& step) { step(); }
 
 void copy(void* to, const void* from, size_t bytes, uint64_t) { std::memmove(to, from, bytes); }
 

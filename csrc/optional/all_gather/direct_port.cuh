@@ -23,34 +23,34 @@ inline constexpr OperationKind kAllGatherDirectPort = kKindOf<struct AllGatherDi
 
 template <DataType D, int World>
 LLM_COMM_KERNEL(kMaxDirectThreads)
-all_gather_direct_port(LLM_COMM_KERNEL_PARAM DirectArgs<PartsArgs> args) {
+all_gather_direct_port(LLM_COMM_KERNEL_PARAM DirectArgs<ShardsArgs> args) {
   const uint32_t block = block_number(args.comm);
   const uint32_t rank = args.comm.rank;
   const uint32_t peer = thread_index();
   const bool talks = block == 0 && peer < World && peer != rank;
-  const PartView<D> source(args.input, args.parts.part[rank], 0, args.range);
+  const ShardView<D> source(args.input, args.shards.shard[rank], 0, args.range);
   const uint32_t lines = source.lines();
   constexpr uint32_t kMaxHead = kMaxHeadLines / (World - 1);
   const uint32_t head = lines / kPiecesPerHead < kMaxHead ? lines / kPiecesPerHead : kMaxHead;
 
-  DirectSession<World, 1> session(args.comm, kAllGatherDirectPort, PartView<D>::bytes_of(args.range.count), block);
+  DirectSession<World, 1> session(args.comm, kAllGatherDirectPort, ShardView<D>::bytes_of(args.range.count), block);
   session.wait_for_grids_before(source.precomputed());
   session.begin();
-  session.run(args.places, [&] {
+  session.run(args.symmetric_offsets, [&] {
     const PortWords words(args.comm, 0);
     const auto wait = [&](auto poll) { return session.wait_until(poll, peer, kDone); };
     const auto output = [&](uint32_t of) {
-      return PartView<D>(session.address(0, of), args.parts.part[rank], args.parts.row_elements, args.range);
+      return ShardView<D>(session.address(0, of), args.shards.shard[rank], args.shards.row_elements, args.range);
     };
     if (talks && head < lines) {
-      const uint64_t offset = PartView<D>::bytes_of(args.parts.part[rank].first) + uint64_t{head} * sizeof(Line);
-      words.put_to_heap(peer, session.place(0, peer) + offset, source.bytes_from(head),
+      const uint64_t offset = ShardView<D>::bytes_of(args.shards.shard[rank].first) + uint64_t{head} * sizeof(Line);
+      words.put_to_heap(peer, session.symmetric_offset(0, peer) + offset, source.bytes_from(head),
                         source.bytes_of_lines(head, lines - head), 0, session.value_of(0), wait);
     }
     LLM_COMM_UNROLL(1)
     for (uint32_t i = 0; i < World; ++i) {
       const uint32_t to = (rank + 1 + i) % World;  // this rank last
-      const PartView<D> target = output(to);
+      const ShardView<D> target = output(to);
       const uint32_t stored = to == rank ? lines : head;
       const Chunks chunks(block, args.tile_lines, stored);
       for (uint32_t t = 0; t < chunks.count(); ++t) {
@@ -60,7 +60,7 @@ all_gather_direct_port(LLM_COMM_KERNEL_PARAM DirectArgs<PartsArgs> args) {
             [&](uint32_t k, Line line) { target.store(first + k, line); });
       }
     }
-    if (talks && args.parts.part[peer].length != 0) words.wait_for_data(peer, 0, session.value_of(0), wait);
+    if (talks && args.shards.shard[peer].length != 0) words.wait_for_data(peer, 0, session.value_of(0), wait);
   });
 }
 
@@ -85,7 +85,7 @@ struct AllGatherDirectPort : Direct<AllGatherDirectPort> {
 
   // A copy engine would copy each row separately, so only single-row shards are supported. Shards may begin at any
   // address.
-  static constexpr const char* kServed = "copy engines take parts that lie in one piece: dim must be 0";
+  static constexpr const char* kServed = "copy engines take shards that lie in one piece: dim must be 0";
   static bool is_served(const Problem& problem) { return problem.parameter[kRows] == 1; }
 
   static uint64_t lines(const Problem& problem) { return divide_up(problem.bytes(), uint64_t{sizeof(Line)}); }

@@ -12,7 +12,7 @@ inline constexpr OperationKind kAllGatherPushSwitch = kKindOf<struct AllGatherPu
 
 template <DataType D, int World>
 LLM_COMM_KERNEL(max_hb_threads(kAllGatherPushTeams))
-all_gather_push_switch(LLM_COMM_KERNEL_PARAM PartsArgs args) {
+all_gather_push_switch(LLM_COMM_KERNEL_PARAM ShardsArgs args) {
   all_gather_in_steps<D, World, SwitchBuffers>(args, kAllGatherPushSwitch);
 }
 
@@ -20,8 +20,10 @@ all_gather_push_switch(LLM_COMM_KERNEL_PARAM PartsArgs args) {
 
 struct AllGatherPushSwitch : ChunkedBySwitch<AllGatherPushSwitch> {
   using Operation = AllGather;
-  static constexpr AlgorithmInfo kInfo{
-      .name = "push_switch", .protocol = "Switch", .title = "all-gather by push through the switch", .by_switch = true};
+  static constexpr AlgorithmInfo kInfo{.name = "push_switch",
+                                       .protocol = "Switch",
+                                       .title = "all-gather by push through the switch",
+                                       .uses_multimem = true};
   static constexpr uint32_t kTeams = kAllGatherPushTeams;
 
   template <DataType D, int World, uint32_t Variant>

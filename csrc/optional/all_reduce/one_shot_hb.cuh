@@ -48,7 +48,7 @@ struct AllReduceOneShotHB : Chunked<AllReduceOneShotHB> {
   using Operation = AllReduce;
   static constexpr AlgorithmInfo kInfo{"one_shot_hb", "HB", "one-shot all-reduce (HB)"};
   static constexpr uint32_t kTeams = kOneShotTeams;
-  static constexpr uint64_t part_lines(const Problem& problem, uint64_t units) {
+  static constexpr uint64_t shard_lines(const Problem& problem, uint64_t units) {
     return divide_up(units * element_bytes(problem.type), sizeof(Line));
   }
 

@@ -29,7 +29,7 @@ struct AllReduceOneShotLdReduce : ChunkedBySwitch<AllReduceOneShotLdReduce> {
   static constexpr AlgorithmInfo kInfo{.name = "one_shot_ld_reduce",
                                        .protocol = "Switch",
                                        .title = "one-shot all-reduce, summed by the switch",
-                                       .by_switch = true,
+                                       .uses_multimem = true,
                                        .sums_in_switch = true,
                                        .ranks_may_differ = true};
   static constexpr uint32_t kTeams = kOneShotTeams;

@@ -8,11 +8,11 @@
 //   1. reduces chunk s of this rank's slice, which the peers scattered to the first half of its staging memory;
 //   2. sends the sum from the output to the second half of all peers (gather);
 //   3. collects chunk s - 1 of the peers' slices;
-//   4. signals step s, and scatters chunk s + turns.
+//   4. signals step s, and scatters chunk s + stages.
 //
-// Why a buffer may be reused. Each half has `turns` >= 2 buffers for each sender.
-//   - Chunk s of a slice overwrites chunk s - turns. The peer has reduced that in its step s - turns and collected it
-//     in step s - turns + 1; both are earlier steps.
+// Why a buffer may be reused. Each half has `stages` >= 2 buffers for each sender.
+//   - Chunk s of a slice overwrites chunk s - stages. The peer has reduced that in its step s - stages and collected it
+//     in step s - stages + 1; both are earlier steps.
 //   - H1: a block ends when every peer has done its last step, in which it collects the last chunk. So every peer has
 //     reduced all chunks.
 //   - H2: sums are sent only after a chunk of each peer has arrived. A rank without lines in that chunk sends none.
@@ -39,32 +39,32 @@ LLM_COMM_DEVICE void all_reduce_in_one_hop(const AllReduceArgs& args, uint32_t b
   const uint32_t rank = args.comm.rank;
   const Message<D> message(args);
   const Chunks chunks(block, args.tile_lines, message.lines());
-  const uint32_t turns = turns_of(args.depth);
-  const uint32_t turns_of_half = (turns + 1) / 2;
-  const PortBuffers buffers(args.comm, block, args.tile_lines, turns_of_half);
+  const uint32_t stages = stages_of(args.depth);
+  const uint32_t stages_of_half = (stages + 1) / 2;
+  const PortBuffers buffers(args.comm, block, args.tile_lines, stages_of_half);
   const bool in_place = args.input == args.output;
 
   const auto send = [&](uint32_t peer, uint32_t t) {
     const uint32_t first = chunks.first(t);
     const uint32_t lines = chunks.lines(t, message.lines());
     if (lines == 0) return true;
-    return session.put(peer, buffers.offset(peer, rank, t % turns), message.input_from(first),
+    return session.put(peer, buffers.offset(peer, rank, t % stages), message.input_from(first),
                        message.bytes_of_lines(first, lines), 0, t) &&
-           (!in_place || session.ask_for_echo(peer, t));
+           (!in_place || session.request_local_completion(peer, t));
   };
   const auto await = [&](uint32_t peer, uint32_t t) {
     if (chunks.lines(t, message.lines()) == 0) return true;
-    return session.wait_for_data(peer, 0, t, 0) && (!in_place || session.wait_for_echo(peer, t, 0));
+    return session.wait_for_data(peer, 0, t, 0) && (!in_place || session.wait_for_local_completion(peer, t, 0));
   };
   const auto take = [&](uint32_t t) {
     const uint32_t first = chunks.first(t);
-    const Line* const received = buffers.received(1 - rank, t % turns);
+    const Line* const received = buffers.received(1 - rank, t % stages);
     sum_chunk<D, 2>(
         Team::whole_block(), chunks.lines(t, message.lines()),
         [&](uint32_t of, uint32_t k) { return of == rank ? message.load(first + k) : load_line(received + k); },
         [&](uint32_t k, Line line) { message.store(first + k, line); });
   };
-  exchange_chunks(session, chunks.count(), turns, turns_of_half, send, await, take);
+  exchange_chunks(session, chunks.count(), stages, stages_of_half, send, await, take);
 }
 
 template <DataType D, int World>
@@ -74,18 +74,18 @@ LLM_COMM_DEVICE void all_reduce_in_two_hops(const AllReduceArgs& args, uint32_t 
   const uint32_t lines = message.lines();
   const uint32_t slice = (lines + World - 1) / World;
   const Chunks chunks(block, args.tile_lines, slice);
-  const uint32_t turns = turns_of(args.depth);
-  const PortBuffers buffers(args.comm, block, args.tile_lines, turns);
+  const uint32_t stages = stages_of(args.depth);
+  const PortBuffers buffers(args.comm, block, args.tile_lines, stages);
   const auto lines_of = [&](uint32_t t, uint32_t owner) {
     return chunks.lines(t, lines_of_slice(owner, slice, lines));
   };
-  const auto turn_of = [&](uint32_t t, uint32_t hop) { return hop * turns + t % turns; };
+  const auto stage_of = [&](uint32_t t, uint32_t hop) { return hop * stages + t % stages; };
 
   const auto send = [&](uint32_t peer, uint32_t t, uint32_t owner, uint32_t hop) {
     const uint32_t count = lines_of(t, owner);
     const uint32_t first = owner * slice + chunks.first(t);
     const void* const source = hop == kScatter ? message.input_from(first) : message.output_from(first);
-    return count == 0 || session.put(peer, buffers.offset(peer, rank, turn_of(t, hop)), source,
+    return count == 0 || session.put(peer, buffers.offset(peer, rank, stage_of(t, hop)), source,
                                      message.bytes_of_lines(first, count), hop, t);
   };
   const auto await = [&](uint32_t peer, uint32_t t, uint32_t owner, uint32_t hop) {
@@ -93,11 +93,11 @@ LLM_COMM_DEVICE void all_reduce_in_two_hops(const AllReduceArgs& args, uint32_t 
   };
   const auto reduce = [&](uint32_t t) {
     const uint32_t first = rank * slice + chunks.first(t);
-    const uint32_t turn = turn_of(t, kScatter);
+    const uint32_t stage = stage_of(t, kScatter);
     sum_chunk<D, World>(
         Team::whole_block(), lines_of(t, rank),
         [&](uint32_t of, uint32_t k) {
-          return of == rank ? message.load(first + k) : load_line(buffers.received(of, turn) + k);
+          return of == rank ? message.load(first + k) : load_line(buffers.received(of, stage) + k);
         },
         [&](uint32_t k, Line line) { message.store(first + k, line); });
   };
@@ -106,7 +106,7 @@ LLM_COMM_DEVICE void all_reduce_in_two_hops(const AllReduceArgs& args, uint32_t 
     for (uint32_t i = 1; i < World; ++i) {
       const uint32_t from = (rank + i) % World;
       const uint32_t first = from * slice + chunks.first(t);
-      const Line* const received = buffers.received(from, turn_of(t, kGather));
+      const Line* const received = buffers.received(from, stage_of(t, kGather));
       move_lines(
           Team::whole_block(), lines_of(t, from), [&](uint32_t k) { return load_line(received + k); },
           [&](uint32_t k, Line line) { message.store(first + k, line); });
@@ -114,7 +114,7 @@ LLM_COMM_DEVICE void all_reduce_in_two_hops(const AllReduceArgs& args, uint32_t 
   };
 
   const bool has_begun = session.for_each_peer([&](uint32_t peer) {
-    for (uint32_t t = 0; t < turns && t < chunks.count(); ++t) {
+    for (uint32_t t = 0; t < stages && t < chunks.count(); ++t) {
       if (!send(peer, t, peer, kScatter)) return false;
     }
     return true;
@@ -128,7 +128,7 @@ LLM_COMM_DEVICE void all_reduce_in_two_hops(const AllReduceArgs& args, uint32_t 
     }
     const bool goes_on = session.for_each_peer([&](uint32_t peer) {
       if (s < chunks.count()) {
-        if (s >= turns && !session.wait_for_step(peer, s - turns + 1, kGather)) return false;
+        if (s >= stages && !session.wait_for_step(peer, s - stages + 1, kGather)) return false;
         if (!send(peer, s, rank, kGather)) return false;
       }
       return s == 0 || await(peer, s - 1, peer, kGather);
@@ -138,8 +138,8 @@ LLM_COMM_DEVICE void all_reduce_in_two_hops(const AllReduceArgs& args, uint32_t 
     block_sync();
     const bool has_scattered = session.for_each_peer([&](uint32_t peer) {
       session.signal(peer, s);
-      if (s + turns >= chunks.count()) return true;
-      return session.wait_for_step(peer, s, kScatter) && send(peer, s + turns, peer, kScatter);
+      if (s + stages >= chunks.count()) return true;
+      return session.wait_for_step(peer, s, kScatter) && send(peer, s + stages, peer, kScatter);
     });
     if (!has_scattered) return;
   }
@@ -173,10 +173,10 @@ struct AllReducePort : InPortChunks<AllReducePort> {
   }
 
   static constexpr uint32_t hops(uint32_t world) { return world == 2 ? 1 : 2; }
-  static constexpr uint64_t turns_of_half(uint64_t turns, uint64_t world) {
-    return world == 2 ? (turns + 1) / 2 : turns;
+  static constexpr uint64_t stages_of_half(uint64_t stages, uint64_t world) {
+    return world == 2 ? (stages + 1) / 2 : stages;
   }
-  static constexpr uint64_t part_lines(const Problem& problem, uint64_t units) {
+  static constexpr uint64_t shard_lines(const Problem& problem, uint64_t units) {
     const uint64_t lines = divide_up(units * element_bytes(problem.type), sizeof(Line));
     return problem.world == 2 ? lines : divide_up(lines, uint64_t{problem.world});
   }

@@ -28,11 +28,11 @@ struct AllReduceTwoShotLdReduce : ChunkedBySwitch<AllReduceTwoShotLdReduce> {
   static constexpr AlgorithmInfo kInfo{.name = "two_shot_ld_reduce",
                                        .protocol = "Switch",
                                        .title = "two-shot all-reduce, summed by the switch",
-                                       .by_switch = true,
+                                       .uses_multimem = true,
                                        .sums_in_switch = true};
   static constexpr uint32_t kTeams = kTwoShotTeams;
-  static constexpr uint64_t part_lines(const Problem& problem, uint64_t units) {
-    return ChunkedSlices<AllReduceTwoShotLdReduce>::part_lines(problem, units);
+  static constexpr uint64_t shard_lines(const Problem& problem, uint64_t units) {
+    return ChunkedSlices<AllReduceTwoShotLdReduce>::shard_lines(problem, units);
   }
 
   template <DataType D, int World, uint32_t Variant>

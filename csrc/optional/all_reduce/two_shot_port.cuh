@@ -16,7 +16,7 @@
 // Symmetric offsets. A rank tells each peer the offset of its output in one word, before its first signal. Blocks that
 // finish a piece read the word: they have seen what block 0 had seen when it finished its part of the piece. The next
 // operation may write the word again, because this rank waits for the peer's end word. A rank without a symmetric
-// output sends kNoPlace, and all ranks end with an error that names it.
+// output sends kNoSymmetricOffset, and all ranks end with an error that names it.
 //
 // P1 of operation.cuh: blocks wait for blocks of their own number. The block that finishes the last piece also waits
 // for such blocks of all ranks. At that point no other block of this rank waits for anything.
@@ -85,25 +85,25 @@ all_reduce_two_shot_port(LLM_COMM_KERNEL_PARAM DirectArgs<AllReduceArgs> args) {
   // Written before the first signal. Not after the communicator has failed: a late peer may still read the word of the
   // previous operation.
   if (block == 0 && has_peer && !session.has_ended_early()) {
-    store_relaxed(place_word(args.comm, peer, rank), args.places[0]);
+    store_relaxed(offset_word(args.comm, peer, rank), args.symmetric_offsets[0]);
   }
 
   const PortWords words(args.comm, 0);
-  const auto place_of = [&](uint32_t of) { return load_relaxed(place_word(args.comm, rank, of)); };
+  const auto offset_of = [&](uint32_t of) { return load_relaxed(offset_word(args.comm, rank, of)); };
   // Called by one thread of the block that finishes the piece last. A missing offset is reported by all ranks at the
   // end.
   const auto put = [&](uint32_t piece) {
     const uint32_t own = slice_of(rank).lines();
     const uint32_t first = rank * slice + pieces.first_line(piece);
     const uint32_t count = pieces.lines(piece, own);
-    if (count == 0 || args.places[0] == kNoPlace) return;
+    if (count == 0 || args.symmetric_offsets[0] == kNoSymmetricOffset) return;
     const bool is_last = piece == Pieces::kLast || pieces.lines(Pieces::kLast, own) == 0;
     const uint64_t bytes = message.bytes_of_lines(first, count);
     for (uint32_t i = 1; i < World; ++i) {
       const uint32_t to = (rank + i) % World;
-      const uint64_t place = place_of(to);
-      if (place == kNoPlace) continue;
-      const uint64_t target = place + message.bytes_of_lines(0, first);
+      const uint64_t symmetric_offset = offset_of(to);
+      if (symmetric_offset == kNoSymmetricOffset) continue;
+      const uint64_t target = symmetric_offset + message.bytes_of_lines(0, first);
       const auto wait = [&](auto poll) { return session.wait_until(poll, to, kGather); };
       if (is_last) {
         words.put_to_heap(to, target, message.output_from(first), bytes, 0, session.value_of(0), wait);
@@ -129,8 +129,8 @@ all_reduce_two_shot_port(LLM_COMM_KERNEL_PARAM DirectArgs<AllReduceArgs> args) {
   if (session.has_ended_early() || *ends_last_piece == 0 || !has_peer) return;
 
   const auto wait = [&](auto poll) { return session.wait_until(poll, peer, kGather); };
-  if (place_of(peer) == kNoPlace || args.places[0] == kNoPlace) {
-    session.fail(ErrorCause::kNotSymmetric, args.places[0] == kNoPlace ? rank : peer, kGather);
+  if (offset_of(peer) == kNoSymmetricOffset || args.symmetric_offsets[0] == kNoSymmetricOffset) {
+    session.fail(ErrorCause::kNotSymmetric, args.symmetric_offsets[0] == kNoSymmetricOffset ? rank : peer, kGather);
     return;
   }
   if (slice_of(peer).lines() != 0 && !words.wait_for_data(peer, 0, session.value_of(0), wait)) return;

@@ -14,7 +14,7 @@
 #pragma once
 
 #include "algorithms/all_reduce/two_shot.cuh"
-#include "optional/by_switch.h"
+#include "optional/multimem.h"
 
 namespace llm_comm::inline LLM_COMM_TARGET {
 
@@ -32,11 +32,11 @@ struct AllReduceTwoShotSwitch : TwoShotInTiles<AllReduceTwoShotSwitch> {
   static constexpr AlgorithmInfo kInfo{.name = "two_shot_switch",
                                        .protocol = "LL",
                                        .title = "two-shot all-reduce, gathered by the switch",
-                                       .by_switch = true};
+                                       .uses_multimem = true};
   static constexpr uint64_t gathered_slices(uint64_t world) { return world; }
 
   static Grid grid(const Problem& problem, const Tiling& tiling, uint64_t units, const Limits& limits) {
-    check_switch(limits);
+    check_multimem(limits);
     return TwoShotInTiles::grid(problem, tiling, units, limits);
   }
 

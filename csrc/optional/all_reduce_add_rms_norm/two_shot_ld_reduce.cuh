@@ -30,7 +30,7 @@
 
 #include "algorithms/all_reduce_add_rms_norm/two_shot.cuh"
 #include "llm_comm/steps.cuh"
-#include "optional/by_switch.h"
+#include "optional/multimem.h"
 
 namespace llm_comm::inline LLM_COMM_TARGET {
 
@@ -121,7 +121,7 @@ struct AllReduceAddRmsNormTwoShotLdReduce : TwoShotInClusters<AllReduceAddRmsNor
   static constexpr AlgorithmInfo kInfo{.name = "two_shot_ld_reduce",
                                        .protocol = "Switch",
                                        .title = "two-shot all-reduce + RMSNorm, summed by the switch",
-                                       .by_switch = true,
+                                       .uses_multimem = true,
                                        .sums_in_switch = true};
   // One for every owner. As many lines are staged.
   static constexpr uint64_t slot_segments(uint64_t world) { return world; }
@@ -129,14 +129,14 @@ struct AllReduceAddRmsNormTwoShotLdReduce : TwoShotInClusters<AllReduceAddRmsNor
   // The kernels use up to 111 registers per thread on sm_90.
   static constexpr uint32_t resident_threads(const Limits&) { return kMaxTwoShotThreads; }
 
-  static Tiling tile(const Problem& problem, const Choice& choice, const Limits& limits) {
-    Choice fitting = choice;
+  static Tiling tile(const Problem& problem, const TuningParameters& tuning, const Limits& limits) {
+    TuningParameters fitting = tuning;
     if (fitting.blocks > CommonSignals::kBlocks) fitting.blocks = CommonSignals::kBlocks;
     return Base::tile(problem, fitting, within_both(limits));
   }
 
   static Grid grid(const Problem& problem, const Tiling& tiling, uint64_t units, const Limits& limits) {
-    check_switch(limits);
+    check_multimem(limits);
     const Grid grid = Base::grid(problem, tiling, units, within_both(limits));
     if (grid.blocks > CommonSignals::kBlocks) {
       throw std::invalid_argument("a grid of " + std::to_string(grid.blocks) + " blocks; there are signals for " +

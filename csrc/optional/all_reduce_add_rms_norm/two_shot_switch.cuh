@@ -10,7 +10,7 @@
 #pragma once
 
 #include "algorithms/all_reduce_add_rms_norm/two_shot.cuh"
-#include "optional/by_switch.h"
+#include "optional/multimem.h"
 
 namespace llm_comm::inline LLM_COMM_TARGET {
 
@@ -28,7 +28,7 @@ struct AllReduceAddRmsNormTwoShotSwitch : TwoShotInClusters<AllReduceAddRmsNormT
   static constexpr AlgorithmInfo kInfo{.name = "two_shot_switch",
                                        .protocol = "LL",
                                        .title = "two-shot all-reduce + RMSNorm, gathered by the switch",
-                                       .by_switch = true};
+                                       .uses_multimem = true};
   // One for each of the other ranks, and in the second phase one for every owner.
   static constexpr uint64_t slot_segments(uint64_t world) { return 2 * world - 1; }
 
@@ -36,7 +36,7 @@ struct AllReduceAddRmsNormTwoShotSwitch : TwoShotInClusters<AllReduceAddRmsNormT
   static constexpr uint32_t resident_threads(const Limits&) { return kMaxTwoShotThreads; }
 
   static Grid grid(const Problem& problem, const Tiling& tiling, uint64_t units, const Limits& limits) {
-    check_switch(limits);
+    check_multimem(limits);
     return TwoShotInClusters::grid(problem, tiling, units, limits);
   }
 

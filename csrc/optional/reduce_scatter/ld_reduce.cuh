@@ -17,7 +17,7 @@ inline constexpr OperationKind kReduceScatterLdReduce = kKindOf<struct ReduceSca
 
 template <DataType D, int World>
 LLM_COMM_KERNEL(max_hb_threads(kReduceScatterTeams))
-reduce_scatter_ld_reduce(LLM_COMM_KERNEL_PARAM PartsArgs args) {
+reduce_scatter_ld_reduce(LLM_COMM_KERNEL_PARAM ShardsArgs args) {
   reduce_scatter_in_steps<D, World, SwitchBuffers>(args, kReduceScatterLdReduce);
 }
 
@@ -28,7 +28,7 @@ struct ReduceScatterLdReduce : ChunkedBySwitch<ReduceScatterLdReduce> {
   static constexpr AlgorithmInfo kInfo{.name = "ld_reduce",
                                        .protocol = "Switch",
                                        .title = "reduce-scatter, summed by the switch",
-                                       .by_switch = true,
+                                       .uses_multimem = true,
                                        .sums_in_switch = true};
   static constexpr uint32_t kTeams = kReduceScatterTeams;
 

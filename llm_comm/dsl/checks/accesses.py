@@ -8,7 +8,7 @@ from itertools import combinations
 
 from llm_comm.dsl import ir
 from llm_comm.dsl.checks.knowledge import Clock
-from llm_comm.dsl.checks.trial import Place, Trial, at, is_workspace
+from llm_comm.dsl.checks.trial import Address, Trial, at, is_workspace
 from llm_comm.dsl.errors import Fault, ProgramError
 from llm_comm.dsl.ir import Location
 
@@ -24,7 +24,7 @@ class Access:
         writes: True for a write.
         rank: Rank that performs it, or whose proxy does.
         call: Number of the call.
-        place: Memory accessed.
+        address: Memory accessed.
         op: Operation of the program; None for an access of the caller between calls.
         where: Line of the program.
     """
@@ -35,7 +35,7 @@ class Access:
     writes: bool
     rank: int
     call: int
-    place: Place
+    address: Address
     op: ir.Op | None
     where: Location
 
@@ -56,7 +56,7 @@ class PortWork:
     call: int
     target_actor: int
     number: int
-    target: Place
+    target: Address
 
 
 @dataclass
@@ -64,17 +64,17 @@ class Records:
     """Record of a simulation.
 
     Attributes:
-        accesses: Accesses to each place of plain memory, in the order of the simulation.
-        packet_puts: Writes to each place for packets.
-        packet_reads: Reads of each place for packets. The n-th read takes the n-th put.
+        accesses: Accesses to each address of plain memory, in the order of the simulation.
+        packet_puts: Writes to each address for packets.
+        packet_reads: Reads of each address for packets. The n-th read takes the n-th put.
         port_work: All copies of proxies.
         begins: For each call and rank: (actor of its host, number) of the call's begin.
         ends: For each call and rank: clock of the operations that happen before the call's end.
     """
 
-    accesses: dict[Place, list[Access]] = field(default_factory=dict)
-    packet_puts: dict[Place, list[Access]] = field(default_factory=dict)
-    packet_reads: dict[Place, list[Access]] = field(default_factory=dict)
+    accesses: dict[Address, list[Access]] = field(default_factory=dict)
+    packet_puts: dict[Address, list[Access]] = field(default_factory=dict)
+    packet_reads: dict[Address, list[Access]] = field(default_factory=dict)
     port_work: list[PortWork] = field(default_factory=list)
     begins: list[dict[int, tuple[int, int]]] = field(default_factory=list)
     ends: list[dict[int, Clock]] = field(default_factory=list)
@@ -94,21 +94,21 @@ def check_races(trial: Trial, records: Records) -> None:
 
 
 def check_packets(trial: Trial, records: Records) -> None:
-    """Raise an error for packets that may arrive before the previous ones at their place have been read.
+    """Raise an error for packets that may arrive before the previous ones at their address have been read.
 
     Raises:
         ProgramError: RACE or CALLS, at the line that puts too early.
     """
-    for place, puts in records.packet_puts.items():
-        for read, put in zip(records.packet_reads.get(place, ()), puts[1:], strict=False):
+    for address, puts in records.packet_puts.items():
+        for read, put in zip(records.packet_reads.get(address, ()), puts[1:], strict=False):
             if not read.comes_before(put):
                 when, fault = _when(read, put)
-                other_way = "give the buffer more turns" if trial.has_loops else "use another chunk"
+                other_way = "give the buffer more stages" if trial.has_loops else "use another chunk"
                 raise ProgramError(
                     fault,
-                    f"rank {place.rank} may not have read {place} ({at(read.where)}) when rank {put.rank} puts packets "
-                    f"there again{when}: these would be lost. Have rank {put.rank} wait before it for a signal that "
-                    f"rank {place.rank} gives after the read, or {other_way}",
+                    f"rank {address.rank} may not have read {address} ({at(read.where)}) when rank {put.rank} puts "
+                    f"packets there again{when}: these would be lost. Have rank {put.rank} wait before it for a signal "
+                    f"that rank {address.rank} gives after the read, or {other_way}",
                     put.where,
                 )
 
@@ -124,7 +124,7 @@ def check_port_work(records: Records) -> None:
             raise ProgramError(
                 Fault.RACE,
                 f"the call may end on rank {work.peer} before the proxy of rank {work.rank} has put {work.target} "
-                f"there: signal through the port behind it, and have rank {work.peer} wait for that",
+                f"there: signal through the port after it, and have rank {work.peer} wait for that",
                 work.where,
             )
 
@@ -162,34 +162,35 @@ def _error(trial: Trial, records: Records, one: Access, other: Access) -> Progra
     if one.op is None or other.op is None:
         host, access = (one, other) if one.op is None else (other, one)
         return _with_caller(host, access)
-    place = one.place
+    address = one.address
     if one.call != other.call:
         early, late = sorted((one, other), key=lambda access: access.call)
         advice = _advice(trial, early, late)
         return ProgramError(
             Fault.CALLS,
-            f"rank {early.rank} may still {'write' if early.writes else 'read'} {place} of rank {place.rank} "
+            f"rank {early.rank} may still {'write' if early.writes else 'read'} {address} of rank {address.rank} "
             f"({at(early.where)}) when rank {late.rank} {_acts(late)}{_when(early, late)[0]}: {advice}",
             late.where,
         )
     if one.writes and other.writes:
         return ProgramError(
             Fault.RACE,
-            f"rank {one.rank} ({at(one.where)}) and rank {other.rank} write {place} of rank {place.rank}, and nothing "
-            "says which of them last: use a chunk for each, or have the second one wait for a signal behind the first",
+            f"rank {one.rank} ({at(one.where)}) and rank {other.rank} write {address} of rank {address.rank}, and "
+            "nothing says which of them last: use a chunk for each, or have the second one wait for a signal behind "
+            "the first",
             other.where,
         )
     write, read = (one, other) if one.writes else (other, one)
     if _has_data(records, write, read):
         return ProgramError(
             Fault.RACE,
-            f"rank {read.rank} may still read {place} of rank {place.rank} ({at(read.where)}) when rank {write.rank} "
-            f"{_acts(write)}: {_advice(trial, read, write)}",
+            f"rank {read.rank} may still read {address} of rank {address.rank} ({at(read.where)}) when rank "
+            f"{write.rank} {_acts(write)}: {_advice(trial, read, write)}",
             write.where,
         )
     return ProgramError(
         Fault.RACE,
-        f"rank {read.rank} reads {place} of rank {place.rank}, and may not see what rank {write.rank} "
+        f"rank {read.rank} reads {address} of rank {address.rank}, and may not see what rank {write.rank} "
         f"{_acts(write)} ({at(write.where)}): {_announce(write, read)}",
         read.where,
     )
@@ -200,26 +201,26 @@ def _with_caller(host: Access, access: Access) -> ProgramError:
 
     ``host``: the caller's access at the begin of this or of the next call.
     """
-    owner, place = host.place.rank, access.place
+    owner, address = host.address.rank, access.address
     if isinstance(access.op, ir.PortPut) and not access.writes:
         return ProgramError(
             Fault.RACE,
-            f"the proxy of rank {access.rank} may still read {place} when the call ends, and the caller changes it: "
+            f"the proxy of rank {access.rank} may still read {address} when the call ends, and the caller changes it: "
             f"flush({access.op.peer}) behind it",
             access.where,
         )
     if host.call <= access.call:
         return ProgramError(
             Fault.RACE,
-            f"rank {access.rank} {_uses(access)} {place} of rank {owner} before it has heard from rank {owner} in "
+            f"rank {access.rank} {_uses(access)} {address} of rank {owner} before it has heard from rank {owner} in "
             f"this call, whose caller may still use it: have rank {owner} signal first, and rank {access.rank} wait. "
             "(Packets are enough for what is stored there, of chunks of the same size.)",
             access.where,
         )
     return ProgramError(
         Fault.RACE,
-        f"the call may end on rank {owner} while rank {access.rank} still {_uses(access)} {place} there: have "
-        f"rank {access.rank} signal behind it, and rank {owner} wait for that",
+        f"the call may end on rank {owner} while rank {access.rank} still {_uses(access)} {address} there: have "
+        f"rank {access.rank} signal after it, and rank {owner} wait for that",
         access.where,
     )
 
@@ -232,7 +233,7 @@ def _has_data(records: Records, write: Access, read: Access) -> bool:
         and other.call == read.call
         and other.op is not None
         and other.comes_before(read)
-        for other in records.accesses[read.place]
+        for other in records.accesses[read.address]
     )
 
 
@@ -241,8 +242,8 @@ def _advice(trial: Trial, early: Access, late: Access) -> str:
         return f"the proxy reads its source later. flush({early.op.peer}) before"
     if early.rank == late.rank:
         return "groups of a rank run side by side. Use a chunk for each group"
-    has_turns = trial.has_loops and is_workspace(trial.buffers[early.place.buffer])
-    more = ", or give the buffer more turns" if has_turns else ", or use another chunk"
+    has_stages = trial.has_loops and is_workspace(trial.buffers[early.address.buffer])
+    more = ", or give the buffer more stages" if has_stages else ", or use another chunk"
     return (
         f"have rank {late.rank} wait before it for a signal that rank {early.rank} gives behind its line{more}. "
         "Packets are no such signal"
@@ -254,21 +255,21 @@ def _announce(write: Access, read: Access) -> str:
         return "groups of a rank run side by side. Have one group do both"
     if isinstance(write.op, ir.PortPut):
         return (
-            f"have rank {write.rank} signal through the port behind it, and rank {read.rank} wait for that signal "
+            f"have rank {write.rank} signal through the port after it, and rank {read.rank} wait for that signal "
             "before it reads"
         )
-    return f"have rank {write.rank} signal behind it, and rank {read.rank} wait for that signal before it reads"
+    return f"have rank {write.rank} signal after it, and rank {read.rank} wait for that signal before it reads"
 
 
 def _acts(access: Access) -> str:
-    """Return the verb phrase for an access whose place was named already."""
+    """Return the verb phrase for an access whose address was named already."""
     if not access.writes:
         return "reads it"
     return "stores there" if isinstance(access.op, ir.Store) else "puts there"
 
 
 def _uses(access: Access) -> str:
-    """Return the verb phrase for an access whose place is named after it."""
+    """Return the verb phrase for an access whose address is named after it."""
     if not access.writes:
         return "gets" if isinstance(access.op, ir.Get) else "reads"
     return "stores to" if isinstance(access.op, ir.Store) else "puts to"

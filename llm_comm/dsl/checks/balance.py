@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Generic, NamedTuple, TypeVar
 
 from llm_comm.dsl import ir
-from llm_comm.dsl.checks.trial import Place, Trial, at
+from llm_comm.dsl.checks.trial import Address, Trial, at
 from llm_comm.dsl.errors import Fault, ProgramError
 from llm_comm.dsl.ir import Location
 
@@ -46,7 +46,7 @@ def check_balance(trial: Trial) -> None:
         ProgramError: UNMATCHED, at a line without a match or at a line of a second group.
     """
     semaphores: _Uses[Semaphore] = _Uses()
-    packets: _Uses[Place] = _Uses()
+    packets: _Uses[Address] = _Uses()
     for (rank, group), acts in zip(trial.actors, trial.acts, strict=True):
         for act in acts:
             op, world = act.op, trial.program.world
@@ -58,11 +58,11 @@ def check_balance(trial: Trial) -> None:
                 key = Semaphore(op.peer.on(rank, world), rank, op.semaphore, op.through_port)
                 semaphores.takes[key].append(line)
             elif isinstance(op, ir.PutPackets):
-                for _, place in trial.places(act, rank, op.peer.on(rank, world), op.target, 0):
-                    packets.gives[place].append(line)
+                for _, address in trial.addresses(act, rank, op.peer.on(rank, world), op.target, 0):
+                    packets.gives[address].append(line)
             elif isinstance(op, ir.ReadPackets):
-                for _, place in trial.places(act, rank, rank, op.source, 0):
-                    packets.takes[place].append(line)
+                for _, address in trial.addresses(act, rank, rank, op.source, 0):
+                    packets.takes[address].append(line)
     _check_signals(trial, semaphores)
     _check_packets(packets)
 
@@ -107,31 +107,32 @@ def _refuse_two_groups(trial: Trial, what: str, who: str, lines: list[tuple[int,
             )
 
 
-def _check_packets(uses: _Uses[Place]) -> None:
-    for place, reads in uses.takes.items():
-        puts = uses.gives.get(place, [])
+def _check_packets(uses: _Uses[Address]) -> None:
+    for address, reads in uses.takes.items():
+        puts = uses.gives.get(address, [])
         if len(reads) > len(puts):
             raise ProgramError(
                 Fault.UNMATCHED,
-                f"rank {place.rank} reads packets of {place} {_times(reads)}, and they are put there {_times(puts)}: "
-                f"it would wait for ever. Have a peer put packets to {place} of rank {place.rank}, or read "
-                "another chunk",
+                f"rank {address.rank} reads packets of {address} {_times(reads)}, and they are put there "
+                f"{_times(puts)}: it would wait for ever. Have a peer put packets to {address} of rank "
+                f"{address.rank}, or read another chunk",
                 reads[len(puts)][1],
             )
         if len({group for group, _ in reads}) > 1:
             raise ProgramError(
                 Fault.UNMATCHED,
-                f"two groups of rank {place.rank} read packets of {place} ({at(reads[0][1])}): one of them "
+                f"two groups of rank {address.rank} read packets of {address} ({at(reads[0][1])}): one of them "
                 "would take what is for the other. Have one group read them",
                 next(where for group, where in reads if group != reads[0][0]),
             )
-    for place, puts in uses.gives.items():
-        reads = uses.takes.get(place, [])
+    for address, puts in uses.gives.items():
+        reads = uses.takes.get(address, [])
         if len(puts) > len(reads):
             raise ProgramError(
                 Fault.UNMATCHED,
-                f"packets are put to {place} of rank {place.rank} {_times(puts)}, and it reads them {_times(reads)}: a "
-                f"later call would take them for its own. Have rank {place.rank} read them, or put to another chunk",
+                f"packets are put to {address} of rank {address.rank} {_times(puts)}, and it reads them "
+                f"{_times(reads)}: a later call would take them for its own. Have rank {address.rank} read them, or "
+                "put to another chunk",
                 puts[len(reads)][1],
             )
 

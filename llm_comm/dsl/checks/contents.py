@@ -6,7 +6,7 @@ from collections.abc import Hashable, Iterable
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from llm_comm.dsl.checks.trial import Place, Trial, at
+from llm_comm.dsl.checks.trial import Address, Trial, at
 from llm_comm.dsl.errors import Fault, ProgramError
 from llm_comm.dsl.ir import Location, Operation, Program, Space
 
@@ -45,8 +45,8 @@ class Contents:
     def __init__(self, trial: Trial) -> None:
         self._faults: list[tuple[int, int, ProgramError]] = []
         self._trial = trial
-        self._memory: dict[Place, _Written] = {}
-        self._first_results: dict[tuple[Place, int], tuple[int, _Written]] = {}
+        self._memory: dict[Address, _Written] = {}
+        self._first_results: dict[tuple[Address, int], tuple[int, _Written]] = {}
 
     def check(self) -> None:
         """Raise the first error: of the first call, and within it of the first rank.
@@ -57,35 +57,35 @@ class Contents:
         if self._faults:
             raise min(self._faults, key=lambda fault: fault[:2])[2]
 
-    def load(self, place: Place, piece: int, call: int, where: Location) -> Content | None:
-        """Return the content of a place that is read for ``piece``."""
-        if self._trial.buffers[place.buffer].space is Space.INPUT:
-            leaf = Leaf(place.rank, place.chunk, piece, call)
+    def load(self, address: Address, piece: int, call: int, where: Location) -> Content | None:
+        """Return the content of an address that is read for ``piece``."""
+        if self._trial.buffers[address.buffer].space is Space.INPUT:
+            leaf = Leaf(address.rank, address.chunk, piece, call)
             return Content((leaf,), leaf)
-        written = self._memory.get(place)
+        written = self._memory.get(address)
         if written is None or written.call != call:
             self._report(
-                (call, place.rank),
+                (call, address.rank),
                 Fault.UNWRITTEN,
-                f"{place} of rank {place.rank} is read, and no line before has written it in this call",
+                f"{address} of rank {address.rank} is read, and no line before has written it in this call",
                 where,
             )
             return None
         if written.piece != piece:
             self._report(
-                (call, place.rank),
+                (call, address.rank),
                 Fault.CONTENT,
-                f"{place} of rank {place.rank} is read for piece {piece}, and holds piece {written.piece} "
-                f"({at(written.where)}): give {place.buffer} more turns than pieces lie between "
+                f"{address} of rank {address.rank} is read for piece {piece}, and holds piece {written.piece} "
+                f"({at(written.where)}): give {address.buffer} more stages than pieces lie between "
                 "the two lines",
                 where,
             )
             return None
         return written.content
 
-    def store(self, place: Place, piece: int, call: int, content: Content | None, where: Location) -> None:
-        """Record that ``content`` was written to a place for ``piece``."""
-        self._memory[place] = _Written(content, piece, call, where)
+    def store(self, address: Address, piece: int, call: int, content: Content | None, where: Location) -> None:
+        """Record that ``content`` was written to an address for ``piece``."""
+        self._memory[address] = _Written(content, piece, call, where)
 
     def add(self, operands: Iterable[tuple[int, Content | None]], rank: int, where: Location) -> Content | None:
         """Return the sum that ``rank`` computes. Operands are (rank label, content), summed in the order of labels."""
@@ -105,33 +105,33 @@ class Contents:
     def check_output(self, rank: int, call: int) -> None:
         """Report errors in the output of a rank at the end of a call."""
         program = self._trial.program
-        for index, piece, place in self._trial.tensor_places(Space.OUTPUT, rank):
-            written = self._memory.get(place)
+        for index, piece, address in self._trial.tensor_addresses(Space.OUTPUT, rank):
+            written = self._memory.get(address)
             if written is None or written.call != call:
                 self._report(
                     (call, rank),
                     Fault.CONTENT,
-                    f"{place} of rank {rank} is never written: store or put what rank {rank} is to get",
+                    f"{address} of rank {rank} is never written: store or put what rank {rank} is to get",
                     program.where,
                 )
             elif written.content is not None:
                 wanted = expected(program, self._trial, rank, index, piece, call)
                 if written.content.leaves != wanted:
                     self._report(
-                        (call, rank), Fault.CONTENT, _wrong(place, written.content.leaves, wanted), written.where
+                        (call, rank), Fault.CONTENT, _wrong(address, written.content.leaves, wanted), written.where
                     )
                 elif program.operation is Operation.ALL_REDUCE:
-                    self._check_alike(place, rank, call, written)
+                    self._check_alike(address, rank, call, written)
 
-    def _check_alike(self, place: Place, rank: int, call: int, written: _Written) -> None:
+    def _check_alike(self, address: Address, rank: int, call: int, written: _Written) -> None:
         """Report an all-reduce output that two ranks have summed in different orders."""
-        first_rank, first = self._first_results.setdefault((place._replace(rank=0), call), (rank, written))
+        first_rank, first = self._first_results.setdefault((address._replace(rank=0), call), (rank, written))
         if first.content and written.content and first.content.form != written.content.form:
             one, other = sorted((first_rank, rank))
             self._report(
                 (call, rank),
                 Fault.CONTENT,
-                f"ranks {one} and {other} add up {place} in different order: their results would differ in the "
+                f"ranks {one} and {other} add up {address} in different order: their results would differ in the "
                 "last bits. Have one rank add up each chunk and send it to the others, or have all add in one sum",
                 written.where,
             )
@@ -179,8 +179,8 @@ def _wrong_sum(operands: list[tuple[int, Content]], leaves: list[Leaf]) -> str:
     return ""
 
 
-def _wrong(place: Place, found: tuple[Leaf, ...], wanted: tuple[Leaf, ...]) -> str:
-    text = f"{place} of rank {place.rank} is to hold {_names(wanted)}, and holds {_names(found)}"
+def _wrong(address: Address, found: tuple[Leaf, ...], wanted: tuple[Leaf, ...]) -> str:
+    text = f"{address} of rank {address.rank} is to hold {_names(wanted)}, and holds {_names(found)}"
     lacking = sorted({leaf.rank for leaf in wanted} - {leaf.rank for leaf in found})
     if lacking and len(wanted) > 1:
         return f"{text}: rank(s) {lacking} are lacking. Add them"

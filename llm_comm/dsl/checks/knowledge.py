@@ -41,7 +41,7 @@ class Carriers(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Told:
+class SignalClocks:
     """Knowledge transferred by a signal. ``polled`` applies to stores only."""
 
     seen: Clock
@@ -81,28 +81,28 @@ class Knowledge:
 
     def before_all(self) -> Clock:
         """Return the clock at the end of the kernel."""
-        self._meet()
+        self._merge_polled()
         return with_own(join(self.seen, self.polled), self.actor, self.number)
 
-    def poll(self, told: Clock, carriers: Carriers) -> None:
-        """Receive packets with the sender's clock ``told``."""
-        self.by_carriers[carriers] = join(told, self.by_carriers.get(carriers, told))
+    def poll(self, received: Clock, carriers: Carriers) -> None:
+        """Receive packets with the sender's clock ``received``."""
+        self.by_carriers[carriers] = join(received, self.by_carriers.get(carriers, received))
 
-    def signal(self) -> Told:
+    def signal(self) -> SignalClocks:
         """Return the knowledge that a signal transfers. The barrier before it merges the polled knowledge of all
         threads."""
-        self._meet()
-        return Told(
+        self._merge_polled()
+        return SignalClocks(
             with_own(self.seen, self.actor, self.number),
             with_own(join(self.seen, self.polled), self.actor, self.number),
         )
 
-    def wait(self, told: Told) -> None:
+    def wait(self, received: SignalClocks) -> None:
         """Receive a signal."""
-        self.seen = join(self.seen, told.seen)
-        self.polled = join(self.polled, told.polled)
+        self.seen = join(self.seen, received.seen)
+        self.polled = join(self.polled, received.polled)
 
-    def _meet(self) -> None:
+    def _merge_polled(self) -> None:
         for polled in self.by_carriers.values():
             self.polled = join(self.polled, polled)
         self.by_carriers.clear()

@@ -4,7 +4,7 @@ One execution order represents all. No operation chooses between alternatives:
 
 - The n-th wait takes the n-th signal, because one group signals a semaphore and one group waits for it
   (``check_balance``).
-- Packets are taken from a fixed place, where each put happens after the read of the previous put (``check_packets``
+- Packets are taken from a fixed address, where each put happens after the read of the previous put (``check_packets``
   raises otherwise).
 
 So dependencies are the same in every run: which operations are reached, what happens before what, and, if all accesses
@@ -19,14 +19,14 @@ from llm_comm.dsl import ir
 from llm_comm.dsl.checks.accesses import Access, PortWork, Records
 from llm_comm.dsl.checks.balance import Semaphore
 from llm_comm.dsl.checks.contents import Content, Contents
-from llm_comm.dsl.checks.knowledge import Carriers, Clock, Knowledge, Told, join, with_own
-from llm_comm.dsl.checks.trial import Act, Place, Trial, at
+from llm_comm.dsl.checks.knowledge import Carriers, Clock, Knowledge, SignalClocks, join, with_own
+from llm_comm.dsl.checks.trial import Act, Address, Trial, at
 from llm_comm.dsl.errors import Fault, ProgramError
 from llm_comm.dsl.ir import Chunk, Space
 
 #: Packets in flight: the sender's clock, and the data.
 _Packets = tuple[Clock, Content | None]
-_MOST_TOLD = 4
+_MAX_REPORTED = 4
 
 
 class Simulation:
@@ -63,10 +63,10 @@ class Simulation:
         self._asked: dict[int, int] = defaultdict(int)
         self._first_put: list[int | None] = [None] * self._host
         self._values: list[dict[int, tuple[Content | None, ...]]] = [{} for _ in trial.actors]
-        self._signals: dict[Semaphore, list[Told]] = defaultdict(list)
+        self._signals: dict[Semaphore, list[SignalClocks]] = defaultdict(list)
         self._waits: dict[Semaphore, int] = defaultdict(int)
-        self._packets: dict[Place, list[_Packets]] = defaultdict(list)
-        self._taken: dict[Place, int] = defaultdict(int)
+        self._packets: dict[Address, list[_Packets]] = defaultdict(list)
+        self._taken: dict[Address, int] = defaultdict(int)
 
     def run(self) -> None:
         """Run until all calls have ended, or no actor can progress."""
@@ -93,10 +93,10 @@ class Simulation:
         """Let the caller access its tensors and launch call ``call``. The begin after the last call has no launch."""
         host, number = self._host + rank, call + 1
         for space in (Space.INPUT, Space.OUTPUT):
-            for _, _, place in self._trial.tensor_places(space, rank):
+            for _, _, address in self._trial.tensor_addresses(space, rank):
                 where = self._trial.program.where
-                access = Access(host, number, clock, True, rank, call, place, None, where)
-                self.records.accesses.setdefault(place, []).append(access)
+                access = Access(host, number, clock, True, rank, call, address, None, where)
+                self.records.accesses.setdefault(address, []).append(access)
         if len(self.records.begins) == call:
             self.records.begins.append({})
         self.records.begins[call][rank] = (host, number)
@@ -174,46 +174,46 @@ class Simulation:
         rank = self._trial.actors[actor][0]
         knowledge, call = self._knowledge[actor], self._call[rank]
         found = []
-        for piece, place in self._trial.places(act, rank, owner, source, call):
-            access = Access(actor, knowledge.number, knowledge.seen, False, rank, call, place, act.op, act.op.where)
-            self.records.accesses.setdefault(place, []).append(access)
-            found.append(self.contents.load(place, piece, call, act.op.where))
+        for piece, address in self._trial.addresses(act, rank, owner, source, call):
+            access = Access(actor, knowledge.number, knowledge.seen, False, rank, call, address, act.op, act.op.where)
+            self.records.accesses.setdefault(address, []).append(access)
+            found.append(self.contents.load(address, piece, call, act.op.where))
         return tuple(found)
 
     def _store(self, actor: int, act: Act, owner: int, target: Chunk, value: tuple[Content | None, ...]) -> None:
         rank = self._trial.actors[actor][0]
         knowledge, call = self._knowledge[actor], self._call[rank]
-        places = self._trial.places(act, rank, owner, target, call)
-        for (piece, place), content in zip(places, value, strict=True):
+        addresses = self._trial.addresses(act, rank, owner, target, call)
+        for (piece, address), content in zip(addresses, value, strict=True):
             before = knowledge.before_store(Carriers(target.buffer.parts, act.loop, piece))
-            access = Access(actor, knowledge.number, before, True, rank, call, place, act.op, act.op.where)
-            self.records.accesses.setdefault(place, []).append(access)
-            self.contents.store(place, piece, call, content, act.op.where)
+            access = Access(actor, knowledge.number, before, True, rank, call, address, act.op, act.op.where)
+            self.records.accesses.setdefault(address, []).append(access)
+            self.contents.store(address, piece, call, content, act.op.where)
 
     def _put_packets(self, actor: int, act: Act, op: ir.PutPackets) -> None:
         rank = self._trial.actors[actor][0]
         knowledge, call = self._knowledge[actor], self._call[rank]
-        places = self._trial.places(act, rank, op.peer.on(rank, self._world), op.target, call)
-        for (piece, place), content in zip(places, self._values[actor][op.value.number], strict=True):
+        addresses = self._trial.addresses(act, rank, op.peer.on(rank, self._world), op.target, call)
+        for (piece, address), content in zip(addresses, self._values[actor][op.value.number], strict=True):
             before = knowledge.before_store(Carriers(op.target.buffer.parts, act.loop, piece))
-            access = Access(actor, knowledge.number, before, True, rank, call, place, op, op.where)
-            self.records.packet_puts.setdefault(place, []).append(access)
-            self._packets[place].append((before, content))
+            access = Access(actor, knowledge.number, before, True, rank, call, address, op, op.where)
+            self.records.packet_puts.setdefault(address, []).append(access)
+            self._packets[address].append((before, content))
         self._put_to_peer(actor)
 
     def _read_packets(self, actor: int, act: Act, op: ir.ReadPackets) -> bool:
         rank = self._trial.actors[actor][0]
         knowledge, call = self._knowledge[actor], self._call[rank]
-        places = self._trial.places(act, rank, rank, op.source, call)
-        if any(len(self._packets[place]) <= self._taken[place] for _, place in places):
+        addresses = self._trial.addresses(act, rank, rank, op.source, call)
+        if any(len(self._packets[address]) <= self._taken[address] for _, address in addresses):
             return False
         found = []
-        for piece, place in places:
-            told, content = self._packets[place][self._taken[place]]
-            self._taken[place] += 1
-            knowledge.poll(told, Carriers(op.source.buffer.parts, act.loop, piece))
-            access = Access(actor, knowledge.number, told, True, rank, call, place, op, op.where)
-            self.records.packet_reads.setdefault(place, []).append(access)
+        for piece, address in addresses:
+            sent, content = self._packets[address][self._taken[address]]
+            self._taken[address] += 1
+            knowledge.poll(sent, Carriers(op.source.buffer.parts, act.loop, piece))
+            access = Access(actor, knowledge.number, sent, True, rank, call, address, op, op.where)
+            self.records.packet_reads.setdefault(address, []).append(access)
             found.append(content)
         self._values[actor][op.result.number] = tuple(found)
         return True
@@ -227,8 +227,8 @@ class Simulation:
         self._asked[reads] += 1
         number = self._asked[reads]
         before = with_own(knowledge.seen, actor, knowledge.number)
-        sources = self._trial.places(act, rank, rank, op.source, call)
-        targets = self._trial.places(act, rank, peer, op.target, call)
+        sources = self._trial.addresses(act, rank, rank, op.source, call)
+        targets = self._trial.addresses(act, rank, peer, op.target, call)
         for (piece, source), (_, target) in zip(sources, targets, strict=True):
             content = self.contents.load(source, piece, call, op.where)
             self.contents.store(target, piece, call, content, op.where)
@@ -240,28 +240,28 @@ class Simulation:
 
     def _signal(self, actor: int, rank: int, op: ir.Signal) -> None:
         peer, knowledge = op.peer.on(rank, self._world), self._knowledge[actor]
-        told = knowledge.signal()
+        sent = knowledge.signal()
         if op.through_port:
-            told = self._through_port(actor, peer, told)
+            sent = self._through_port(actor, peer, sent)
         else:
             self._first_put[actor] = None
-        self._signals[Semaphore(rank, peer, op.semaphore, op.through_port)].append(told)
+        self._signals[Semaphore(rank, peer, op.semaphore, op.through_port)].append(sent)
 
-    def _through_port(self, actor: int, peer: int, told: Told) -> Told:
+    def _through_port(self, actor: int, peer: int, sent: SignalClocks) -> SignalClocks:
         """Return the knowledge of a signal through the port, which follows the proxy's copies.
 
         Stores of threads to a peer may be slower than the proxy. The signal therefore covers this group's operations
         only up to the first such store.
         """
         first = self._first_put[actor]
-        clocks = [told.seen, told.polled]
+        clocks = [sent.seen, sent.polled]
         if first is not None:
             clocks = [(*clock[:actor], min(clock[actor], first - 1), *clock[actor + 1 :]) for clock in clocks]
         reads = self._proxies.get((actor, peer))
         if reads is not None:
             number = self._asked[reads]
             clocks = [with_own(with_own(clock, reads, number), reads + 1, number) for clock in clocks]
-        return Told(*clocks)
+        return SignalClocks(*clocks)
 
     def _wait(self, actor: int, rank: int, op: ir.Wait) -> bool:
         key = Semaphore(op.peer.on(rank, self._world), rank, op.semaphore, op.through_port)
@@ -292,16 +292,16 @@ def check_waits(trial: Trial, simulation: Simulation) -> None:
     if not simulation.stuck:
         return
     several_groups = len(trial.program.groups) > 1
-    told = []
-    for actor, act in simulation.stuck[:_MOST_TOLD]:
+    waiting = []
+    for actor, act in simulation.stuck[:_MAX_REPORTED]:
         rank, group = trial.actors[actor]
         name = f" (group {trial.program.groups[group].name!r})" if several_groups else ""
-        told.append(f"rank {rank}{name} waits for {_awaited(trial, act, rank)} ({at(act.op.where)})")
-    if len(simulation.stuck) > _MOST_TOLD:
-        told.append("...")
+        waiting.append(f"rank {rank}{name} waits for {_awaited(trial, act, rank)} ({at(act.op.where)})")
+    if len(simulation.stuck) > _MAX_REPORTED:
+        waiting.append("...")
     raise ProgramError(
         Fault.DEADLOCK,
-        f"ranks wait for each other: {'; '.join(told)}. Have each rank signal, or put, before it waits",
+        f"ranks wait for each other: {'; '.join(waiting)}. Have each rank signal, or put, before it waits",
         simulation.stuck[0][1].op.where,
     )
 
@@ -310,5 +310,5 @@ def _awaited(trial: Trial, act: Act, rank: int) -> str:
     if isinstance(act.op, ir.Wait):
         return f"a signal of rank {act.op.peer.on(rank, trial.program.world)}"
     assert isinstance(act.op, ir.ReadPackets)
-    _, place = trial.places(act, rank, rank, act.op.source, 0)[0]
-    return f"packets in {place}"
+    _, address = trial.addresses(act, rank, rank, act.op.source, 0)[0]
+    return f"packets in {address}"

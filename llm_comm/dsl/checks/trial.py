@@ -14,7 +14,7 @@ from llm_comm.dsl.ir import Buffer, Chunk, Location, Program, Space
 COPIES = 2
 
 
-class Place(NamedTuple):
+class Address(NamedTuple):
     """Memory of a rank for a piece of a chunk. ``copy``: copy of the workspace; 0 for tensors."""
 
     rank: int
@@ -66,13 +66,13 @@ class Trial:
                     yield Act(step, everything, loop=0)
                 continue
             lag = max((op.lag for op in step.body), default=0)
-            for turn in range(self.pieces + lag):
+            for iteration in range(self.pieces + lag):
                 for op in step.body:
-                    if op.runs_on(rank) and 0 <= turn - op.lag < self.pieces:
-                        yield Act(op, (turn - op.lag,), loop=number)
+                    if op.runs_on(rank) and 0 <= iteration - op.lag < self.pieces:
+                        yield Act(op, (iteration - op.lag,), loop=number)
 
-    def places(self, act: Act, runs: int, owner: int, chunk: Chunk, call: int) -> list[tuple[int, Place]]:
-        """Return (piece, place) of a chunk of rank ``owner`` for ``act`` as run by rank ``runs``."""
+    def addresses(self, act: Act, runs: int, owner: int, chunk: Chunk, call: int) -> list[tuple[int, Address]]:
+        """Return (piece, address) of a chunk of rank ``owner`` for ``act`` as run by rank ``runs``."""
         buffer = chunk.buffer
         index = chunk.number_on(runs, self.program.world)
         if not 0 <= index < buffer.chunks:
@@ -81,35 +81,35 @@ class Trial:
                 f"{chunk} on rank {runs} is chunk {index}, but {buffer.name} has chunks 0 to {buffer.chunks - 1}",
                 act.op.where,
             )
-        in_turns = act.loop > 0 and is_workspace(buffer)
+        in_stages = act.loop > 0 and is_workspace(buffer)
         copy = call % COPIES if is_workspace(buffer) else 0
         return [
-            (piece, Place(owner, buffer.name, index, piece % buffer.turns if in_turns else piece, copy))
+            (piece, Address(owner, buffer.name, index, piece % buffer.stages if in_stages else piece, copy))
             for piece in act.pieces
         ]
 
-    def tensor_places(self, space: Space, rank: int) -> Iterator[tuple[int, int, Place]]:
-        """Yield (chunk, piece, place) for all of a rank's input or output."""
+    def tensor_addresses(self, space: Space, rank: int) -> Iterator[tuple[int, int, Address]]:
+        """Yield (chunk, piece, address) for all of a rank's input or output."""
         for buffer in self.program.buffers:
             if buffer.space is space:
                 for index in range(buffer.chunks):
                     for piece in range(self.pieces):
-                        yield index, piece, Place(rank, buffer.name, index, piece, 0)
+                        yield index, piece, Address(rank, buffer.name, index, piece, 0)
 
 
 def trials(program: Program) -> Iterator[Trial]:
     """Yield trials with numbers of pieces that together represent all numbers.
 
-    The turns of loops wrap around twice, and lags are both longer and shorter than the number of pieces. If one loop
-    follows another, the second finds the turns of the first in every position.
+    The stages of buffers wrap around twice, and lags are both longer and shorter than the number of pieces. If one loop
+    follows another, the second finds the stages of the first in every position.
     """
     loops = loops_of(program)
     numbers = {1}
     if loops:
-        turns = max(buffer.turns for buffer in program.buffers)
+        stages = max(buffer.stages for buffer in program.buffers)
         lag = max(op.lag for loop in loops for op in loop.body)
-        most = 2 * turns + lag + 1
-        numbers = {1, 2, 3, most} if len(loops) == 1 else {1, 2, 3, *range(most, most + turns)}
+        most = 2 * stages + lag + 1
+        numbers = {1, 2, 3, most} if len(loops) == 1 else {1, 2, 3, *range(most, most + stages)}
     for pieces in sorted(numbers):
         yield Trial(program, pieces)
 

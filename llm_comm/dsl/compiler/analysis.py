@@ -37,7 +37,7 @@ def _loads_before_it_stores(program: ir.Program, groups: tuple[GroupRuns, ...]) 
         return False
     if len({buffer.parts for buffer in tensors}) > 1:
         return False  # lines of the tensors do not coincide
-    # Time at which a piece reaches a run: number of the step, lag in turns, number of the run.
+    # Time at which a piece reaches a run: number of the step, lag in iterations, number of the run.
     loads, stores = [], []
     for number, step in enumerate(groups[0].steps):
         for i, run in enumerate(getattr(step, "runs", (step,))):

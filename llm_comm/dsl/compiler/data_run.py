@@ -229,7 +229,7 @@ class DataRunWriter:
                 self._array("uint32_t* const masks", [self._mask(op.source, None, j) for op, j in places])
             there = [" && ".join(self._there(j, op)) for op, j in places]
             self._array(
-                "Line line", [f"{test} ? armed_line() : Line{{}}" if test else "armed_line()" for test in there]
+                "Line line", [f"{test} ? sentinel_line() : Line{{}}" if test else "sentinel_line()" for test in there]
             )
             arguments = f"<0x{self._senders(step):x}, {self._batch}>"
             out.add(f"if (!call.receive{arguments}(from, line)) {self._give_up}")
@@ -252,7 +252,7 @@ class DataRunWriter:
     def _arm(self, ops: Iterable[ir.ReadPackets]) -> None:
         for op in ops:
             for j in range(self._batch):
-                self._guarded(self._there(j, op), f"re_arm_line({self._line(op.source, None, j)});")
+                self._guarded(self._there(j, op), f"reset_line({self._line(op.source, None, j)});")
 
     def _sum(self, op: ir.Sum) -> None:
         """Generate a sum in rank order. The order of the registers depends on the rank, so each order has its own code:
@@ -323,7 +323,7 @@ class DataRunWriter:
                 self._declare_place(chunk, half=True)
             elif peer is not None and (chunk.buffer.space, peer) not in self._tensors:
                 name = self._tensors[chunk.buffer.space, peer] = f"t{len(self._tensors)}"
-                where = f"address_of(args.comm, {number_of(peer)}, args.{chunk.buffer.space.value}_place)"
+                where = f"address_of(args.comm, {number_of(peer)}, args.{chunk.buffer.space.value}_symmetric_offset)"
                 remark = comment(f"{chunk.buffer.name} of {peer}")
                 self._out.add(f"const Tensor<Storage> {name}({where}, part_bytes);  {remark}")
 
@@ -334,17 +334,17 @@ class DataRunWriter:
             return
         buffer = chunk.buffer
         name = self._places[chunk] = f"p{len(self._places)}"
-        place = self._layout.places[buffer.name]
-        turn = f"u % {buffer.turns}u" if self._in_loop and buffer.turns > 1 else ""
+        found = self._layout.buffers[buffer.name]
+        stage = f"u % {buffer.stages}u" if self._in_loop and buffer.stages > 1 else ""
 
-        def at(offset: int, stride: int, turn_bytes: int) -> str:
+        def at(offset: int, stride: int, stage_bytes: int) -> str:
             terms = [*(["half"] if half else []), f"{offset}u", f"{number_of(chunk.index)} * {stride}u"]
-            return " + ".join([*terms, f"{turn} * {turn_bytes}u"] if turn else terms)
+            return " + ".join([*terms, f"{stage} * {stage_bytes}u"] if stage else terms)
 
-        lines = at(place.offset, place.chunk_stride, place.turn_lines * LINE_BYTES)
+        lines = at(found.offset, found.chunk_stride, found.stage_lines * LINE_BYTES)
         self._out.add(f"const uint32_t {name} = {lines};  {comment(str(chunk))}")
-        if place.mask_offset is not None:
-            masks = at(place.mask_offset, place.chunk_stride // LINE_BYTES * MASK_BYTES, place.turn_lines * MASK_BYTES)
+        if found.mask_offset is not None:
+            masks = at(found.mask_offset, found.chunk_stride // LINE_BYTES * MASK_BYTES, found.stage_lines * MASK_BYTES)
             self._out.add(f"const uint32_t m{name} = {masks};")
 
     def _line(self, chunk: ir.Chunk, peer: Rank | None, j: int) -> str:

@@ -12,10 +12,10 @@ from dataclasses import dataclass
 import torch
 
 from llm_comm.dsl import ir
-from llm_comm.dsl.compiler.layout import meeting_blocks_of_sm
-from llm_comm.dsl.compiler.runs import GroupRuns, blocks_meet, uses_ports
+from llm_comm.dsl.compiler.layout import synchronizing_blocks_of_sm
+from llm_comm.dsl.compiler.runs import GroupRuns, blocks_synchronize, uses_ports
 from llm_comm.dsl.compiler.source import MAX_THREADS
-from llm_comm.planning.programs import OWN_CHOICE, LaunchChoice
+from llm_comm.planning.programs import DEFAULT_LAUNCH, LaunchParameters
 
 WARP = 32
 #: Maximum blocks of a launch, as for algorithms of the core.
@@ -48,20 +48,20 @@ class Limits:
         few_instances: Maximum blocks of each group for small messages.
         threads: Maximum threads of a block.
         few_threads: Threads of a block for small messages.
-        meets: Blocks signal and wait. Each block then gets as large a share as possible; otherwise many blocks are
-            better.
+        synchronizes: Blocks signal and wait. Each block then gets as large a share as possible; otherwise many blocks
+            are better.
     """
 
     instances: int
     few_instances: int
     threads: int
     few_threads: int
-    meets: bool
+    synchronizes: bool
 
     def of_call(self, lines: int) -> tuple[int, int]:
         """Return blocks of each group and threads of a block for chunks of ``lines`` lines."""
         instances = self.instances
-        if self.meets:
+        if self.synchronizes:
             if lines <= _LINES_OF_ONE_BLOCK * self.few_instances * self.threads:
                 instances = self.few_instances
             per_block = -(-lines // instances)
@@ -94,12 +94,12 @@ def limits_of(
     """
     groups = len(program.groups)
     is_gpu = device.type == "cuda"
-    meets = blocks_meet(groups_of_runs)
+    synchronizes = blocks_synchronize(groups_of_runs)
     of_sm = 1
     if blocks is None:
         most = _EMULATED_BLOCKS * groups
         if is_gpu:
-            of_sm = meeting_blocks_of_sm(groups_of_runs) if meets else _BLOCKS_OF_SM
+            of_sm = synchronizing_blocks_of_sm(groups_of_runs) if synchronizes else _BLOCKS_OF_SM
             most = torch.cuda.get_device_properties(device).multi_processor_count * of_sm
         instances = min(most // groups, _PORT_INSTANCES) if uses_ports(groups_of_runs) else most // groups
         if program.instances > 1:
@@ -111,13 +111,13 @@ def limits_of(
             f"{MAX_BLOCKS}; blocks is {blocks}"
         )
     if threads is None:
-        threads = _EMULATED_THREADS if not is_gpu else MAX_THREADS if meets else _THREADS
+        threads = _EMULATED_THREADS if not is_gpu else MAX_THREADS if synchronizes else _THREADS
     why = why_not_threads(threads, is_gpu, MAX_THREADS)
     if why:
         raise ValueError(why)
     instances = blocks // groups
-    few_instances = instances // of_sm if meets else instances
-    return Limits(instances, few_instances, threads, min(threads, _FEW_THREADS), meets)
+    few_instances = instances // of_sm if synchronizes else instances
+    return Limits(instances, few_instances, threads, min(threads, _FEW_THREADS), synchronizes)
 
 
 def why_not_threads(threads: int, is_gpu: bool, most: int) -> str:
@@ -127,47 +127,47 @@ def why_not_threads(threads: int, is_gpu: bool, most: int) -> str:
     return f"threads is {threads}; a block has {_MIN_THREADS} to {most}, on a GPU a multiple of {WARP}"
 
 
-def why_not(choice: LaunchChoice, limits: Limits, groups: int, device: torch.device) -> str:
-    """Return why a program cannot be launched with ``choice``, or "".
+def why_not(parameters: LaunchParameters, limits: Limits, groups: int, device: torch.device) -> str:
+    """Return why a program cannot be launched with ``parameters``, or "".
 
     Args:
-        choice: Launch parameters.
+        parameters: Launch parameters.
         limits: Limits that the program was compiled for.
         groups: Number of groups.
         device: Device of the program.
     """
-    if choice.blocks is not None:
+    if parameters.blocks is not None:
         most = limits.instances * groups
-        if not groups <= choice.blocks <= most or choice.blocks % groups:
+        if not groups <= parameters.blocks <= most or parameters.blocks % groups:
             return (
-                f"blocks is {choice.blocks}; the program has {groups} group(s) and was compiled for {most} block(s), "
-                f"so it takes a multiple of {groups} up to {most}"
+                f"blocks is {parameters.blocks}; the program has {groups} group(s) and was compiled for {most} "
+                f"block(s), so it takes a multiple of {groups} up to {most}"
             )
-    if choice.threads is not None:
-        why = why_not_threads(choice.threads, device.type == "cuda", limits.threads)
+    if parameters.threads is not None:
+        why = why_not_threads(parameters.threads, device.type == "cuda", limits.threads)
         if why:
             return why
     return ""
 
 
-def narrowed(limits: Limits, choice: LaunchChoice, groups: int) -> Limits:
+def narrowed(limits: Limits, parameters: LaunchParameters, groups: int) -> Limits:
     """Return the limits under launch parameters that ``why_not`` accepts."""
-    if choice.blocks is not None:
-        instances = choice.blocks // groups
+    if parameters.blocks is not None:
+        instances = parameters.blocks // groups
         limits = dataclasses.replace(limits, instances=instances, few_instances=instances)
-    if choice.threads is not None:
-        limits = dataclasses.replace(limits, threads=choice.threads, few_threads=choice.threads)
+    if parameters.threads is not None:
+        limits = dataclasses.replace(limits, threads=parameters.threads, few_threads=parameters.threads)
     return limits
 
 
-def candidates(limits: Limits, groups: int, lines: int) -> list[LaunchChoice]:
+def candidates(limits: Limits, groups: int, lines: int) -> list[LaunchParameters]:
     """Return launch parameters to measure for chunks of ``lines`` lines, the program's own first. No two give one
     grid."""
-    found = {limits.of_call(lines): OWN_CHOICE}
+    found = {limits.of_call(lines): DEFAULT_LAUNCH}
     for instances in _halved(limits.instances, 1, 1):
         for threads in _halved(limits.threads, limits.few_threads, WARP):
-            choice = LaunchChoice(instances * groups, threads)
-            found.setdefault(narrowed(limits, choice, groups).of_call(lines), choice)
+            parameters = LaunchParameters(instances * groups, threads)
+            found.setdefault(narrowed(limits, parameters, groups).of_call(lines), parameters)
     return list(found.values())
 
 

@@ -48,7 +48,7 @@ def _loads_of_line(loop: LoopRuns) -> int:
     return max([1, *(sum(isinstance(op, ir.Load | ir.Get | ir.ReadPackets) for op in run.ops) for run in runs)])
 
 
-def meeting_blocks_of_sm(groups: tuple[GroupRuns, ...]) -> int:
+def synchronizing_blocks_of_sm(groups: tuple[GroupRuns, ...]) -> int:
     """Return how many blocks of a program that signal and wait are resident on each SM: 1 or 2.
 
     Two, if the blocks signal or wait in loops and half of the registers suffice. One block then moves data while the
@@ -61,20 +61,20 @@ def meeting_blocks_of_sm(groups: tuple[GroupRuns, ...]) -> int:
 
 
 @dataclass(frozen=True)
-class Place:
+class BufferLayout:
     """Position of a buffer in each half of the workspace, in bytes from the begin of the half.
 
     Attributes:
         offset: Offset of the first chunk.
         chunk_stride: Distance between chunks.
-        turn_lines: Distance between turns of a chunk, in 16-byte lines.
+        stage_lines: Distance between stages of a chunk, in 16-byte lines.
         mask_offset: Offset of the masks that packets of arbitrary bytes need, four bytes for each line; None without
             masks.
     """
 
     offset: int
     chunk_stride: int
-    turn_lines: int
+    stage_lines: int
     mask_offset: int | None
 
 
@@ -86,7 +86,7 @@ class Layout:
         max_part_bytes: Shard size of the largest message, in bytes.
         instances: Maximum blocks of a group.
         threads: Maximum threads of a block.
-        places: Positions of the buffers, by name.
+        buffers: Positions of the buffers, by name.
         half_offset: Offset of the first half, in bytes.
         half_bytes: Size of a half.
     """
@@ -94,7 +94,7 @@ class Layout:
     max_part_bytes: int
     instances: int
     threads: int
-    places: dict[str, Place]
+    buffers: dict[str, BufferLayout]
     half_offset: int
     half_bytes: int
 
@@ -134,30 +134,30 @@ def lay_out(
                 for name in _buffers_of(step):
                     batches[name] = max(batches.get(name, 1), batch_of(step))
     offset = 0
-    places = {}
+    buffers = {}
     for buffer in program.buffers:
         if buffer.space.is_tensor:
             continue
         lines = chunk_lines(max_part_bytes, buffer.parts // outer)
-        turn_lines = lines
+        stage_lines = lines
         if buffer.name in batches:
             of_all = batches[buffer.name] * threads * instances
             # With port channels a block's share is contiguous, so every block needs its place however few lines there
             # are.
-            turn_lines = of_all if uses_ports(groups) else min(lines, of_all)
-        chunk_stride = _up(turn_lines * buffer.turns * LINE_BYTES, _ALIGNMENT)
+            stage_lines = of_all if uses_ports(groups) else min(lines, of_all)
+        chunk_stride = _up(stage_lines * buffer.stages * LINE_BYTES, _ALIGNMENT)
         start, offset = offset, offset + buffer.chunks * chunk_stride
         mask_offset = None
         if masks and buffer.space is ir.Space.PACKETS:
             mask_offset = offset
             offset = _up(offset + buffer.chunks * chunk_stride // LINE_BYTES * MASK_BYTES, _ALIGNMENT)
-        places[buffer.name] = Place(start, chunk_stride, turn_lines, mask_offset)
+        buffers[buffer.name] = BufferLayout(start, chunk_stride, stage_lines, mask_offset)
     words = instances * program.semaphores * program.world * _WORD_BYTES
     layout = Layout(
         max_part_bytes=max_part_bytes,
         instances=instances,
         threads=threads,
-        places=places,
+        buffers=buffers,
         half_offset=_up(words, _ALIGNMENT),
         half_bytes=offset,
     )
@@ -169,19 +169,19 @@ def lay_out(
     return layout
 
 
-def armed_ranges(program: ir.Program, layout: Layout) -> list[tuple[int, int]]:
+def sentinel_ranges(program: ir.Program, layout: Layout) -> list[tuple[int, int]]:
     """Return begin and end, in bytes, of the workspace ranges that initially hold the sentinel."""
     ranges = []
     for buffer in program.buffers:
         if buffer.space is not ir.Space.PACKETS:
             continue
-        place = layout.places[buffer.name]
-        nbytes = buffer.chunks * place.chunk_stride
+        found = layout.buffers[buffer.name]
+        nbytes = buffer.chunks * found.chunk_stride
         for half in range(2):
             base = layout.half_offset + half * layout.half_bytes
-            ranges.append((base + place.offset, base + place.offset + nbytes))
-            if place.mask_offset is not None:
-                masks = base + place.mask_offset
+            ranges.append((base + found.offset, base + found.offset + nbytes))
+            if found.mask_offset is not None:
+                masks = base + found.mask_offset
                 ranges.append((masks, masks + nbytes // LINE_BYTES * MASK_BYTES))
     return ranges
 

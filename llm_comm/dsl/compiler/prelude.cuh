@@ -56,7 +56,7 @@ class Call {
                       [&](uint64_t start) { return check(start, kAbsolute + peer, 0); });
   }
 
-  // Polls all lines that equal armed_line() until they have arrived. False if the wait ended before.
+  // Polls all lines that equal sentinel_line() until they have arrived. False if the wait ended before.
   // Each sender sends `Batch` lines.
   template <uint64_t Senders, uint32_t Batch, uint32_t N>
   LLM_COMM_DEVICE bool receive(const Line* const (&from)[N], Line (&line)[N]) const {

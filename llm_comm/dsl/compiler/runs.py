@@ -30,7 +30,7 @@ class DataRun:
 
     @property
     def lag(self) -> int:
-        """Lag of the run in turns, equal for all of its operations."""
+        """Lag of the run in iterations, equal for all of its operations."""
         return self.ops[0].lag
 
 
@@ -221,7 +221,7 @@ def _parts(op: DataOp, sizes: dict[ir.Value, int]) -> int:
     return parts
 
 
-def blocks_meet(groups: Sequence[GroupRuns]) -> bool:
+def blocks_synchronize(groups: Sequence[GroupRuns]) -> bool:
     """Return whether the threads of a block must synchronize: the program has loops, signals, waits or proxy copies."""
     return any(not isinstance(step, DataRun) for group in groups for step in group.steps)
 
@@ -280,7 +280,7 @@ def _with_values(group: GroupRuns) -> GroupRuns:
                     raise CompileError(
                         op.where,
                         f"the value {value}, made by `{maker.where}`, is used behind a signal or a wait, where no "
-                        "register holds it any more: store it to scratch and load it again",
+                        "register holds it: store it to scratch and load it again",
                     )
                 again[value] = ir.Load(op.where, maker.only, run.lag, value, maker.source)
         return DataRun((*again.values(), *run.ops), run.parts)

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from llm_comm.dsl import ir
 from llm_comm.dsl.compiler.data_run import ARRIVE, DataRunWriter
-from llm_comm.dsl.compiler.layout import Layout, batch_of, meeting_blocks_of_sm, outer_parts
+from llm_comm.dsl.compiler.layout import Layout, batch_of, outer_parts, synchronizing_blocks_of_sm
 from llm_comm.dsl.compiler.runs import (
     DataRun,
     GroupRuns,
@@ -47,7 +47,7 @@ class PortRunWriter:
         self._layout = layout
 
     def add(self, op: PortOp, lag: int | None) -> None:
-        """Generate an operation. ``lag``: its lag in a loop, in turns; None outside of loops."""
+        """Generate an operation. ``lag``: its lag in a loop, in iterations; None outside of loops."""
         semaphore = 0 if isinstance(op, ir.PortPut | ir.Flush) else op.semaphore
         self._out.add(
             f"HeapPortChannel port = args.port_channel({number_of(op.peer)}, "
@@ -81,7 +81,7 @@ class PortRunWriter:
         base = f"args.{op.source.buffer.space.value}" if op.source.buffer.space.is_tensor else "at0"
         target = self._offset(op.target, lag)
         if op.target.buffer.space.is_tensor:
-            out.add(f"port.memory = kInHeap | args.{op.target.buffer.space.value}_place;")
+            out.add(f"port.memory = kInHeap | args.{op.target.buffer.space.value}_symmetric_offset;")
         out.add(f"done = done && (bytes == 0 || port.put({target}, {base} + {source}, bytes));")
 
     def _offset(self, chunk: ir.Chunk, lag: int | None) -> str:
@@ -90,14 +90,14 @@ class PortRunWriter:
         if buffer.space.is_tensor:
             part, piece = self._part_and_piece(chunk)
             return f"({part} * part_bytes + (uint64_t{{{piece}}} * lines{buffer.parts} + from) * sizeof(Line))"
-        layout, place = self._layout, self._layout.places[buffer.name]
+        layout, found = self._layout, self._layout.buffers[buffer.name]
         terms = [
             f"{layout.half_offset} + (call.is_odd() ? {layout.half_bytes}ull : 0)",
-            f"{place.offset}",
-            f"uint64_t{{{number_of(chunk.index)}}} * {place.chunk_stride}",
+            f"{found.offset}",
+            f"uint64_t{{{number_of(chunk.index)}}} * {found.chunk_stride}",
         ]
         if lag is not None:
-            terms.append(f"uint64_t{{u % {buffer.turns}}} * {place.turn_lines * 16}")
+            terms.append(f"uint64_t{{u % {buffer.stages}}} * {found.stage_lines * 16}")
             terms.append("uint64_t{instance * piece} * sizeof(Line)")
         else:
             terms.append("uint64_t{from} * sizeof(Line)")
@@ -164,7 +164,7 @@ class _Source:
             "",
         )
         # Bound the registers so that all blocks that must be resident at once fit.
-        bound = MAX_THREADS * meeting_blocks_of_sm(self._groups)
+        bound = MAX_THREADS * synchronizing_blocks_of_sm(self._groups)
         head = f'extern "C" LLM_COMM_KERNEL({bound}) {kernel_name(program)}'
         with self._out.block(f"{head}(LLM_COMM_KERNEL_PARAM ProgramArgs args)"):
             self._head()
@@ -179,7 +179,7 @@ class _Source:
     # ---- Code of all groups --------------------------------------------------------------------------------------
 
     @property
-    def _talks(self) -> bool:
+    def _has_signals(self) -> bool:
         """True if blocks signal or wait. The threads of such a block synchronize and end together."""
         return any(isinstance(run, SignalRun | WaitRun | PortRun) for group in self._groups for run in group.runs())
 
@@ -187,7 +187,7 @@ class _Source:
     def _groups_begin(self) -> bool:
         """True if each group begins the call itself, in parallel with its first loads."""
         first = [group.steps[0] for group in self._groups]
-        return not self._talks and all(isinstance(step, DataRun) and step.only is None for step in first)
+        return not self._has_signals and all(isinstance(step, DataRun) and step.only is None for step in first)
 
     def _head(self) -> None:
         program, out = self._program, self._out
@@ -248,7 +248,7 @@ class _Source:
                 out.add(
                     "const uint32_t offset = to >= rank ? to - rank : to + kWorld - rank;", f"return {select} : at0;"
                 )
-        if self._talks:
+        if self._has_signals:
             semaphores = program.semaphores
             out.add(
                 "// Whether the block ends early; then, of each semaphore and rank, the signals of this call that were",
@@ -298,11 +298,11 @@ class _Source:
             elif isinstance(step, PortRun):
                 self._port(step, None)
             else:
-                self._talk(step, None)
+                self._signal_or_wait(step, None)
             begins = False
 
     def _writer(self, parts: int, batch: int) -> DataRunWriter:
-        give_up = "{ *incomplete = 1; return; }" if self._talks else "return;"
+        give_up = "{ *incomplete = 1; return; }" if self._has_signals else "return;"
         return DataRunWriter(self._out, self._program, self._layout, self._element, parts, batch, give_up)
 
     def _loop(self, loop: LoopRuns, number: int) -> None:
@@ -314,7 +314,7 @@ class _Source:
             out.add(
                 f"const uint32_t piece = {batch} * stride;  // lines",
                 f"const uint32_t pieces = ({'share' if self._ports else 'lines'}{loop.parts} + piece - 1) / piece;",
-                "// In a turn of scratch: where the line of this thread lies.",
+                "// Offset of this thread's line in a stage of scratch.",
                 "const uint32_t place = instance * piece + thread_index();"
                 if self._ports
                 else f"const uint32_t place = first{loop.parts};",
@@ -327,13 +327,13 @@ class _Source:
                         self._port(run, loop)
                         continue
                     if not isinstance(run, DataRun):
-                        self._talk(run, loop)
+                        self._signal_or_wait(run, loop)
                         continue
                     with self._out.block(f"if ({_has_piece(run.lag)})" if loop.lag else ""):
                         out.add(f"const uint32_t u = t - {run.lag};" if run.lag else "const uint32_t u = t;")
                         writer.piece(run, set(carried))
 
-    def _talk(self, run: SignalRun | WaitRun, loop: LoopRuns | None) -> None:
+    def _signal_or_wait(self, run: SignalRun | WaitRun, loop: LoopRuns | None) -> None:
         out = self._out
         if isinstance(run, SignalRun):
             out.add("block_sync();", "if (*incomplete != 0) return;")

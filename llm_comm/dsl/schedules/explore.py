@@ -103,7 +103,7 @@ def _suspects(plan: Plan, outcome: Outcome) -> list[ir.Location]:
         return waits_for(program, outcome.rank, outcome.peer)
     if outcome.failure == Failure.RESULT:
         return writers_of(program, outcome.rank, outcome.element, outcome.part_bytes)
-    if outcome.failure == Failure.NOT_ARMED:
+    if outcome.failure == Failure.NOT_RESET:
         return readers_of_byte(program, plan.layout, outcome.element)
     return []
 
@@ -147,8 +147,8 @@ def readers_of_byte(program: ir.Program, layout: Layout, byte: int) -> list[ir.L
     """Return the lines that read packets of the buffer at a byte of the workspace, and should have reset it to the
     sentinel."""
     offset = (byte - layout.half_offset) % layout.half_bytes
-    names = {name for name, place in layout.places.items() if place.offset <= offset}
-    last = max(names, key=lambda name: layout.places[name].offset, default=None)
+    names = {name for name, one in layout.buffers.items() if one.offset <= offset}
+    last = max(names, key=lambda name: layout.buffers[name].offset, default=None)
     reads = [op for op in program.ops() if isinstance(op, ir.ReadPackets) and op.source.buffer.name == last]
     return _once([op.where for op in reads])
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from llm_comm.dsl import ir
 from llm_comm.dsl.compiler.cache import cached_library
-from llm_comm.dsl.compiler.layout import armed_ranges
+from llm_comm.dsl.compiler.layout import sentinel_ranges
 from llm_comm.dsl.compiler.source import kernel_name, symmetric_spaces
 from llm_comm.dsl.schedules.plan import Plan
 from llm_comm.emulated import Driver
@@ -32,7 +32,7 @@ class Failure(IntEnum):
     NONE = 0
     RESULT = 1
     WAIT = 2
-    NOT_ARMED = 3
+    NOT_RESET = 3
     UNDEFINED = 4
 
 
@@ -58,7 +58,7 @@ class _Size(ctypes.Structure):
     _fields_ = [("part_bytes", ctypes.c_uint64), ("blocks", ctypes.c_uint32), ("threads", ctypes.c_uint32)]
 
 
-class _ArmedRange(ctypes.Structure):
+class _SentinelRange(ctypes.Structure):
     _fields_ = [("begin", ctypes.c_uint64), ("end", ctypes.c_uint64)]
 
 
@@ -77,8 +77,8 @@ class _Program(ctypes.Structure):
         ("semaphores", ctypes.c_uint32),
         ("shared_bytes", ctypes.c_uint64),
         ("workspace_bytes", ctypes.c_uint64),
-        ("armed", ctypes.POINTER(_ArmedRange)),
-        ("armed_count", ctypes.c_uint32),
+        ("sentinel_ranges", ctypes.POINTER(_SentinelRange)),
+        ("sentinel_range_count", ctypes.c_uint32),
         ("size_count", ctypes.c_uint32),
         ("sizes", ctypes.POINTER(_Size)),
     ]
@@ -122,8 +122,8 @@ class ExploredKernel:
 def _described(plan: Plan) -> _Program:
     program, operation = plan.program, plan.program.operation
     symmetric = symmetric_spaces(program)
-    ranges = armed_ranges(program, plan.layout)
-    armed = (_ArmedRange * len(ranges))(*(_ArmedRange(begin, end) for begin, end in ranges))
+    ranges = sentinel_ranges(program, plan.layout)
+    array = (_SentinelRange * len(ranges))(*(_SentinelRange(begin, end) for begin, end in ranges))
     sizes = (_Size * len(plan.sizes))(*(_Size(size.part_bytes, size.blocks, size.threads) for size in plan.sizes))
     return _Program(
         world=program.world,
@@ -139,8 +139,8 @@ def _described(plan: Plan) -> _Program:
         semaphores=plan.instances * program.semaphores,
         shared_bytes=plan.shared_bytes,
         workspace_bytes=plan.layout.bytes,
-        armed=armed,
-        armed_count=len(ranges),
+        sentinel_ranges=array,
+        sentinel_range_count=len(ranges),
         size_count=len(plan.sizes),
         sizes=sizes,
     )

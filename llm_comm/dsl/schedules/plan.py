@@ -10,7 +10,7 @@ from llm_comm.dsl import ir
 from llm_comm.dsl.compiler.analysis import works_in_place
 from llm_comm.dsl.compiler.grid import Limits
 from llm_comm.dsl.compiler.layout import LINE_BYTES, Layout, batch_of, chunk_lines, lay_out, outer_parts
-from llm_comm.dsl.compiler.runs import GroupRuns, LoopRuns, SignalRun, WaitRun, blocks_meet, runs_of
+from llm_comm.dsl.compiler.runs import GroupRuns, LoopRuns, SignalRun, WaitRun, blocks_synchronize, runs_of
 from llm_comm.dsl.compiler.source import generate, is_moved, shared_bytes
 from llm_comm.dsl.compiler.text import element_of
 
@@ -85,7 +85,7 @@ def plan_of(program: ir.Program) -> Plan:
     talkers = [len(run.ops) for group in groups for run in group.runs() if isinstance(run, SignalRun | WaitRun)]
     instances = _INSTANCES_THAT_SIGNAL if talkers and program.world > _SMALL_WORLD else _INSTANCES
     threads = max([_THREADS, *talkers])
-    limits = Limits(instances, instances, threads, threads, blocks_meet(groups))
+    limits = Limits(instances, instances, threads, threads, blocks_synchronize(groups))
     outer = outer_parts(program.operation, program.world)
     pieces = min((buffer.parts for buffer in program.buffers), default=outer) // outer
     parts = _parts(program, groups, instances * threads, _MOST_LINES_THAT_SIGNAL if talkers else _MOST_LINES)
@@ -110,7 +110,7 @@ def _parts(program: ir.Program, groups: tuple[GroupRuns, ...], stride: int, most
     """Return shard sizes in bytes that cover the cases of a kernel.
 
     These are: one element; missing chunks; partial lines, unevenly distributed over threads; several lines for a
-    thread; several pieces of a loop, so that turns wrap around.
+    thread; several pieces of a loop, so that stages wrap around.
 
     Args:
         program, groups: Program, and its runs.
@@ -121,10 +121,10 @@ def _parts(program: ir.Program, groups: tuple[GroupRuns, ...], stride: int, most
     pieces = max((buffer.parts for buffer in program.buffers), default=outer) // outer
     loops = [step for group in groups for step in group.steps if isinstance(step, LoopRuns)]
     piece = stride * max((batch_of(loop) for loop in loops), default=1)
-    turns = max((buffer.turns for buffer in program.buffers), default=1)
+    stages = max((buffer.stages for buffer in program.buffers), default=1)
     elements_of_line = LINE_BYTES // ELEMENT_BYTES
     lines = [stride // 2 + 1, piece + stride // 2 + 1]
-    lines.append(piece * max(turns, *(loop.lag for loop in loops)) + 1 if loops else _LINES_OF_A_THREAD * stride + 1)
+    lines.append(piece * max(stages, *(loop.lag for loop in loops)) + 1 if loops else _LINES_OF_A_THREAD * stride + 1)
     # The last line of a shard has one element.
     elements = {1, (pieces - 1) * elements_of_line + 1, *(n * pieces * elements_of_line - 3 for n in lines)}
     ordered = sorted(elements)

@@ -34,6 +34,7 @@ from llm_comm.integrations import (
     sleeping,
 )
 from llm_comm.integrations.engine_config import options_of
+from llm_comm.integrations.gather_scatter import EngineGatherScatter
 from llm_comm.integrations.linear import (
     FIRST_ACTIVATED,
     FIRST_INVARIANT_LINEAR,
@@ -41,12 +42,11 @@ from llm_comm.integrations.linear import (
     LINEAR_AT_EVERY_SIZE,
     Scales,
     about_linear,
-    linear_of_any_batch,
+    batch_invariant_linear,
     optional_operands,
     why_not_any,
     why_not_preferred,
 )
-from llm_comm.integrations.parts import Parts
 from llm_comm.integrations.seams import FLASHINFER
 from llm_comm.integrations.sglang import groups, seams
 from llm_comm.integrations.sglang.seams import TABLE
@@ -104,7 +104,7 @@ def step_in(group: Any, arguments: Mapping[str, Any]) -> None:
     def load() -> EngineOptions:
         if unknown is not None:
             raise unknown
-        config = load_config() if sums else engine_config.check_parts_wanted(load_config(), group.unique_name)
+        config = load_config() if sums else engine_config.check_gather_scatter_wanted(load_config(), group.unique_name)
         TABLE.untested = config.untested
         gathers = config.all_gather or config.reduce_scatter
         served = [each for each in groups.served if gathers or each not in GATHERING]
@@ -115,9 +115,9 @@ def step_in(group: Any, arguments: Mapping[str, Any]) -> None:
         return
     if sums:
         _sum(group, member)
-    about_parts = _gather_and_scatter(group, member)
-    if about_parts and not sums:  # nothing is left to do
-        logger.warning("llm_comm is not active for group %s%s.", group.unique_name, about_parts)
+    about_gather_scatter = _gather_and_scatter(group, member)
+    if about_gather_scatter and not sums:  # nothing is left to do
+        logger.warning("llm_comm is not active for group %s%s.", group.unique_name, about_gather_scatter)
         member.close()
         return
     about_layers = _set_up_release(group, member.communicator)
@@ -129,7 +129,7 @@ def step_in(group: Any, arguments: Mapping[str, Any]) -> None:
     if sums:
         about_layers += _serve_flashinfer(group, member, is_elsewhere)
     if dist.get_rank() == 0:
-        logger.info("%s%s%s", member.summary("SGLang", sums=sums), about_parts, about_layers)
+        logger.info("%s%s%s", member.summary("SGLang", sums=sums), about_gather_scatter, about_layers)
         _say_what_is_off()
 
 
@@ -166,7 +166,7 @@ def _gather_and_scatter(group: Any, member: members.Member) -> str:
         return f"; but SGLang gathers and scatters itself: {why_not}"
     from llm_comm.integrations.sglang import gathering
 
-    setattr(group, gathering.PARTS, Parts(member, logger))
+    setattr(group, gathering.ATTRIBUTE, EngineGatherScatter(member, logger))
     return ""
 
 
@@ -340,7 +340,7 @@ def _leave_norms_to_sglang() -> None:
     """Switch fused norms off. With --enable-pdmux prefills use a group of their own, but fused norms know only "tp"."""
     fusion = sys.modules.get("llm_comm.integrations.sglang.fusion")
     if fusion is not None and fusion.deactivate() and dist.get_rank() == 0:
-        logger.info("llm_comm: norms are not fused after all: --enable-pdmux sums prefills in a group of their own.")
+        logger.info("llm_comm: fused norms are off: --enable-pdmux runs prefill all-reduces in a separate group.")
 
 
 def _is_deterministic() -> bool:
@@ -494,9 +494,9 @@ class LlmCommAllReduce:
         first = FIRST_ACTIVATED[LINEAR_SILU_AND_MUL]
         return self._try_linear(Communicator.try_linear_silu_and_mul, x, gate_up_weight, first)
 
-    def linear_of_any_batch(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor | None:
+    def batch_invariant_linear(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor | None:
         """Compute a linear layer of deterministic mode (``invariant_linear.py``); None after ``leave``."""
-        return self._try_linear(linear_of_any_batch, x, weight, FIRST_INVARIANT_LINEAR)
+        return self._try_linear(batch_invariant_linear, x, weight, FIRST_INVARIANT_LINEAR)
 
     def _try_linear(self, *arguments: Any, **options: Any) -> torch.Tensor | None:
         return None if self._llm_comm is None else self._member.try_linear(*arguments, **options)

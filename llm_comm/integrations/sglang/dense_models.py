@@ -34,7 +34,7 @@ _OWED = "_llm_comm_owed"
 _OWED_TO_COMMUNICATOR = "_sglang_needs_allreduce_fusion"
 
 
-class _Place:
+class _LayerPosition:
     """Position of a decoder layer in its model. This is no torch module: otherwise the model would become a submodule
     of its own layer."""
 
@@ -75,7 +75,7 @@ def _leave_sums(model: Any, layers: list[Any], linears: list[Any], is_possible: 
             linear.reduce_results = False
         for layer in layers:
             # The output of the last layer of this pipeline stage has other readers.
-            layer.llm_comm_place = _Place(model, is_last=layer is layers[-1])
+            layer.llm_comm_position = _LayerPosition(model, is_last=layer is layers[-1])
     if linears and dist.get_rank() == 0:
         name = type(model).__name__
         if sum_alike:
@@ -106,11 +106,11 @@ def around_llama_layer(
     residual: torch.Tensor | None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Hook of ``LlamaDecoderLayer.forward``: the same computation, with both all-reduces in the norms after them."""
-    place = getattr(layer, "llm_comm_place", None)
-    if place is None:
+    position = getattr(layer, "llm_comm_position", None)
+    if position is None:
         result: tuple[torch.Tensor, torch.Tensor] = theirs(layer, positions, hidden_states, forward_batch, residual)
         return result
-    norm, options = layer.input_layernorm, place.options(layer.self_attn, "qkv_proj")
+    norm, options = layer.input_layernorm, position.options(layer.self_attn, "qkv_proj")
     if residual is None:
         residual = hidden_states
         hidden_states = norm(hidden_states, **options)
@@ -119,10 +119,10 @@ def around_llama_layer(
     else:
         hidden_states, residual = norm(hidden_states, residual, **options)
     hidden_states = layer.self_attn(positions=positions, hidden_states=hidden_states, forward_batch=forward_batch)
-    norm, options = layer.post_attention_layernorm, place.options(layer.mlp, "gate_up_proj")
+    norm, options = layer.post_attention_layernorm, position.options(layer.mlp, "gate_up_proj")
     hidden_states, residual = sum_and_norm(norm, hidden_states, residual, may_overwrite=True, **options)
     hidden_states = layer.mlp(hidden_states)
-    if place.carries_on():
+    if position.carries_on():
         setattr(hidden_states, _OWED, True)
     else:
         hidden_states = State.group.all_reduce(hidden_states)
@@ -157,11 +157,11 @@ def make_qwen3(theirs: Any, model: Any, *args: Any, **kwargs: Any) -> None:
 def around_qwen3_layer(theirs: Any, layer: Any, *args: Any, **kwargs: Any) -> tuple[torch.Tensor, torch.Tensor]:
     """Hook of ``Qwen3DecoderLayer.forward``: mark hidden states that lack the MLP's all-reduce, or all-reduce them."""
     result: tuple[torch.Tensor, torch.Tensor] = theirs(layer, *args, **kwargs)
-    place = getattr(layer, "llm_comm_place", None)
-    if place is None:
+    position = getattr(layer, "llm_comm_position", None)
+    if position is None:
         return result
     hidden_states, residual = result
-    if place.carries_on():
+    if position.carries_on():
         setattr(hidden_states, _OWED_TO_COMMUNICATOR, True)
     else:
         hidden_states = State.group.all_reduce(hidden_states)

@@ -134,7 +134,7 @@ def _all_reduce_add_rms_norm(
     reference = parallel_state._groups.get(group_name)
     group = None if reference is None else reference()
     if group is None:
-        raise ValueError(f"there is no group {group_name!r} in this process (any more)")
+        raise ValueError(f"there is no group {group_name!r} in this process")
     norm = (residual, weight, epsilon, weight_bias)
     result = _fused(group, x, *norm)
     return _one_by_one(_sum(group, x), *norm) if result is None else result

@@ -9,7 +9,8 @@ Five methods of ``GroupCoordinator`` end in NCCL, and are hooked:
 * ``all_gather`` (logits, column-parallel linear layers) concatenates along the first dimension, then copies into the
   wanted layout. llm_comm writes that layout directly.
 
-The hooks are set when llm_comm serves the first group. They act on groups with the attribute ``llm_comm_parts`` only.
+The hooks are set when llm_comm serves the first group. They act only on groups with the attribute
+``llm_comm_gather_scatter``.
 """
 
 from __future__ import annotations
@@ -19,10 +20,10 @@ from typing import Any
 import torch
 from sglang.srt.distributed import parallel_state
 
-from llm_comm.integrations.parts import Parts
+from llm_comm.integrations.gather_scatter import EngineGatherScatter
 
 #: Name of the attribute that a served group has.
-PARTS = "llm_comm_parts"
+ATTRIBUTE = "llm_comm_gather_scatter"
 
 # The operator is opaque to torch.compile, like SGLang's operator around an all-gather, so llm_comm can decide at run
 # time. The library is a fragment because ``fused_norm.py`` defines operators in it too, and need not be loaded.
@@ -35,17 +36,20 @@ _library.define(
 
 def all_gather_into_tensor(theirs: Any, group: Any, output: torch.Tensor, input: torch.Tensor) -> Any:
     """Hook of ``GroupCoordinator._all_gather_into_tensor``."""
-    parts: Parts | None = getattr(group, PARTS, None)
-    if parts is None or parts.all_gather("all_gather_into_tensor", input, out=output) is None:
+    gather_scatter: EngineGatherScatter | None = getattr(group, ATTRIBUTE, None)
+    if gather_scatter is None or gather_scatter.all_gather("all_gather_into_tensor", input, out=output) is None:
         return theirs(group, output, input)
     return None
 
 
 def reduce_scatter_tensor(theirs: Any, group: Any, output: torch.Tensor, input: torch.Tensor) -> Any:
     """Hook of ``GroupCoordinator._reduce_scatter_tensor``."""
-    parts: Parts | None = getattr(group, PARTS, None)
+    gather_scatter: EngineGatherScatter | None = getattr(group, ATTRIBUTE, None)
     # Flatten: SGLang's call goes to NCCL, which splits by elements, whatever the shapes are.
-    if parts is None or parts.reduce_scatter("reduce_scatter_tensor", input.reshape(-1), out=output) is None:
+    if (
+        gather_scatter is None
+        or gather_scatter.reduce_scatter("reduce_scatter_tensor", input.reshape(-1), out=output) is None
+    ):
         return theirs(group, output, input)
     return output
 
@@ -58,12 +62,12 @@ def all_gather(
     output_tensor_list: list[torch.Tensor] | None = None,
 ) -> Any:
     """Hook of ``GroupCoordinator.all_gather``. Compiled graphs get an operator, which decides at run time."""
-    parts: Parts | None = getattr(group, PARTS, None)
-    if parts is None or output_tensor_list is not None:
+    gather_scatter: EngineGatherScatter | None = getattr(group, ATTRIBUTE, None)
+    if gather_scatter is None or output_tensor_list is not None:
         return theirs(group, input_, dim, output_tensor_list)
     if torch.compiler.is_compiling():
         return torch.ops.llm_comm_sglang.all_gather(input_, dim, group.world_size, group.unique_name)
-    result = parts.all_gather("all_gather", input_, dim)
+    result = gather_scatter.all_gather("all_gather", input_, dim)
     return theirs(group, input_, dim) if result is None else result
 
 
@@ -75,11 +79,13 @@ def all_gatherv(
     output: torch.Tensor | None = None,
 ) -> Any:
     """Hook of ``GroupCoordinator.all_gatherv``. Like SGLang's method it returns a list, also for one tensor."""
-    parts: Parts | None = getattr(group, PARTS, None)
+    gather_scatter: EngineGatherScatter | None = getattr(group, ATTRIBUTE, None)
     inputs = [input_] if isinstance(input_, torch.Tensor) else input_
-    if parts is None or (inputs is input_ and output is not None):  # SGLang raises its own error for a list with output
+    if gather_scatter is None or (
+        inputs is input_ and output is not None
+    ):  # SGLang raises its own error for a list with output
         return theirs(group, input_, sizes, output)
-    results = [parts.all_gather("all_gatherv", x, 0, sizes, output) for x in inputs]
+    results = [gather_scatter.all_gather("all_gatherv", x, 0, sizes, output) for x in inputs]
     declined = [place for place, result in enumerate(results) if result is None]
     if declined:  # in one call, which NCCL runs as one grouped operation
         left = [inputs[place] for place in declined] if inputs is input_ else input_
@@ -96,8 +102,10 @@ def reduce_scatterv(
     sizes: list[int] | None = None,
 ) -> Any:
     """Hook of ``GroupCoordinator.reduce_scatterv``."""
-    parts: Parts | None = getattr(group, PARTS, None)
-    result = None if parts is None else parts.reduce_scatter("reduce_scatterv", input_, 0, sizes, output)
+    gather_scatter: EngineGatherScatter | None = getattr(group, ATTRIBUTE, None)
+    result = (
+        None if gather_scatter is None else gather_scatter.reduce_scatter("reduce_scatterv", input_, 0, sizes, output)
+    )
     return theirs(group, input_, output, sizes) if result is None else result
 
 
@@ -106,7 +114,7 @@ def _all_gather(x: torch.Tensor, dim: int, world_size: int, group_name: str) -> 
     reference = parallel_state._groups.get(group_name)
     group = None if reference is None else reference()
     if group is None:
-        raise ValueError(f"there is no group {group_name!r} in this process (any more)")
+        raise ValueError(f"there is no group {group_name!r} in this process")
     return group.all_gather(x, dim)  # type: ignore[no-any-return]
 
 

@@ -19,7 +19,7 @@ from llm_comm.integrations.linear import is_aligned, takes_all_batches_of
 
 # The operator is opaque to torch.compile: graphs are traced with one number of tokens and run with others.
 _library = torch.library.Library("llm_comm_sglang", "FRAGMENT")
-_library.define("linear_of_any_batch(Tensor x, Tensor weight) -> Tensor", tags=(torch.Tag.needs_fixed_stride_order,))
+_library.define("batch_invariant_linear(Tensor x, Tensor weight) -> Tensor", tags=(torch.Tag.needs_fixed_stride_order,))
 
 
 class _State:
@@ -49,19 +49,19 @@ def around_apply(theirs: Any, method: Any, layer: Any, x: torch.Tensor, bias: to
         or not takes_all_batches_of(weight)
     ):
         return theirs(method, layer, x, bias)
-    run = torch.ops.llm_comm_sglang.linear_of_any_batch if torch.compiler.is_compiling() else _linear_of_any_batch
+    run = torch.ops.llm_comm_sglang.batch_invariant_linear if torch.compiler.is_compiling() else _batch_invariant_linear
     y = run(x, weight)
     return y if bias is None else y + bias
 
 
-def _linear_of_any_batch(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+def _batch_invariant_linear(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     """Compute ``x @ weight.T`` for any number of rows: x [..., inputs], weight [outputs, inputs].
 
     Raises:
         UnsupportedInputError: llm_comm does not serve ``x``. SGLang's kernel may not replace it, as it rounds
             differently.
     """
-    ours = getattr(_State.group.ca_comm, "linear_of_any_batch", None)
+    ours = getattr(_State.group.ca_comm, "batch_invariant_linear", None)
     # Alignment may decide, like the shape: it is constant for a layer, since its weight is not moved.
     result: torch.Tensor | None = None if ours is None or not is_aligned(weight) else ours(x, weight.detach())
     return torch.nn.functional.linear(x, weight) if result is None else result
@@ -71,5 +71,5 @@ def _fake(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     return x.new_empty((*x.shape[:-1], weight.shape[0]))
 
 
-_library.impl("linear_of_any_batch", _linear_of_any_batch, "CompositeExplicitAutograd")
-torch.library.register_fake("llm_comm_sglang::linear_of_any_batch", _fake, lib=_library)
+_library.impl("batch_invariant_linear", _batch_invariant_linear, "CompositeExplicitAutograd")
+torch.library.register_fake("llm_comm_sglang::batch_invariant_linear", _fake, lib=_library)

@@ -94,7 +94,7 @@ def make_group(theirs: Any, group: Any, *args: Any, **kwargs: Any) -> None:
 
 def destroy_group(theirs: Any, group: Any) -> None:
     """Hook of ``GroupCoordinator.destroy``: close llm_comm in the group, then destroy it as SGLang does."""
-    for ours in (getattr(group, "ca_comm", None), getattr(group, "llm_comm_parts", None)):
+    for ours in (getattr(group, "ca_comm", None), getattr(group, "llm_comm_gather_scatter", None)):
         close = getattr(ours, "leave", None)
         if close is not None:
             close()

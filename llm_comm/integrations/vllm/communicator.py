@@ -30,8 +30,8 @@ from llm_comm.integrations import (
     sleeping,
 )
 from llm_comm.integrations.engine_config import options_of
+from llm_comm.integrations.gather_scatter import EngineGatherScatter
 from llm_comm.integrations.linear import Scales
-from llm_comm.integrations.parts import Parts
 from llm_comm.integrations.seams import FLASHINFER
 from llm_comm.integrations.vllm import (
     compiled_graphs,
@@ -73,7 +73,7 @@ class LlmCommCommunicator(CudaCommunicator):  # type: ignore[misc]
         super().__init__(*args, **kwargs)
         self._llm_comm: Communicator | None = None
         self._member: members.Member | None = None
-        self._parts: Parts | None = None
+        self._gather_scatter: EngineGatherScatter | None = None
         #: Whether the workspaces are released while vLLM sleeps. Equal on all ranks.
         self._sleeps = False
         self._kind = self.unique_name.split(":")[0]
@@ -227,9 +227,9 @@ class LlmCommCommunicator(CudaCommunicator):  # type: ignore[misc]
         options = linear.optional_operands(bias, scales)
         return self._try_linear(attempt, x, weight, first, **options, out_dtype=out_dtype)
 
-    def linear_of_any_batch(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor | None:
+    def batch_invariant_linear(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor | None:
         """Compute a linear layer of batch-invariant mode (``invariant_linear.py``); None after ``destroy``."""
-        return self._try_linear(linear.linear_of_any_batch, x, weight, linear.FIRST_INVARIANT_LINEAR)
+        return self._try_linear(linear.batch_invariant_linear, x, weight, linear.FIRST_INVARIANT_LINEAR)
 
     def prefers_linear(self, outputs: int, inputs: int, fp8: bool = False, block_scales: bool = False) -> bool:
         """Return whether llm_comm is preferred for a linear layer at some batch size up to ``max_linear_tokens``."""
@@ -282,7 +282,7 @@ class LlmCommCommunicator(CudaCommunicator):  # type: ignore[misc]
 
     def destroy(self) -> None:
         """Close llm_comm in this group, then vLLM's communicator."""
-        member, self._member, self._llm_comm, self._parts = self._member, None, None, None
+        member, self._member, self._llm_comm, self._gather_scatter = self._member, None, None, None
         try:
             if member is not None:
                 flashinfer_calls.leave(member.communicator)
@@ -321,13 +321,13 @@ class LlmCommCommunicator(CudaCommunicator):  # type: ignore[misc]
         if member is None:
             return
         self._member, self._llm_comm = member, member.communicator
-        about_parts = self._set_up_parts(member)
-        if about_parts and not self._sums:  # nothing is left to do
-            logger.warning("llm_comm is not active for group %s%s.", self.unique_name, about_parts)
+        about_gather_scatter = self._set_up_gather_scatter(member)
+        if about_gather_scatter and not self._sums:  # nothing is left to do
+            logger.warning("llm_comm is not active for group %s%s.", self.unique_name, about_gather_scatter)
             self._member = self._llm_comm = None
             member.close()
             return
-        about = about_parts + self._set_up_sleep(member.communicator)
+        about = about_gather_scatter + self._set_up_sleep(member.communicator)
         if self._kind == "tp":
             about += collective_tuning.tune(member.communicator, self.cpu_group, configuration.model(), logger)
             about += self._set_up_fusion(member.communicator) + self._set_up_invariant_linear(member.communicator)
@@ -346,7 +346,7 @@ class LlmCommCommunicator(CudaCommunicator):  # type: ignore[misc]
         """
         return joining.objection_of_any(self.cpu_group, of_this_rank, about)
 
-    def _set_up_parts(self, member: members.Member) -> str:
+    def _set_up_gather_scatter(self, member: members.Member) -> str:
         """Serve all-gathers and reduce-scatters, on all ranks or on none. Return text for the start line."""
         config = options_of(member.communicator)
         if not (config.all_gather or config.reduce_scatter):
@@ -354,7 +354,7 @@ class LlmCommCommunicator(CudaCommunicator):  # type: ignore[misc]
         why_not = self._objection(TABLE.attempt(seams.GATHERING), seams.GATHERING)
         if why_not is not None:
             return f"; but vLLM gathers and scatters itself: {why_not}"
-        self._parts = Parts(member, logger)
+        self._gather_scatter = EngineGatherScatter(member, logger)
         self.__class__ = gathering.gathering(type(self))
         return ""
 
@@ -377,7 +377,7 @@ class LlmCommCommunicator(CudaCommunicator):  # type: ignore[misc]
     def _load_config(self) -> EngineOptions:
         config = configuration.load_config()
         if not self._sums:
-            config = engine_config.check_parts_wanted(config, self.unique_name)
+            config = engine_config.check_gather_scatter_wanted(config, self.unique_name)
         TABLE.untested = config.untested
         config = configuration.choose_pdl(config, joining.served_device(self.device), self.world_size)
         return engine_config.share_memory(config, self._kind, configuration.served_groups(config))

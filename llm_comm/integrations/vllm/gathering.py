@@ -15,7 +15,7 @@ import torch
 from vllm.config import get_current_vllm_config_or_none
 from vllm.distributed.device_communicators.cuda_communicator import CudaCommunicator
 
-from llm_comm.integrations.parts import Parts
+from llm_comm.integrations.gather_scatter import EngineGatherScatter
 
 #: Values of ``all2all_backend`` that exchange tokens by all-gather and reduce-scatter. Other backends have own kernels.
 _EXCHANGES = ("naive", "allgather_reducescatter")
@@ -56,25 +56,25 @@ class _Gathering(CudaCommunicator):  # type: ignore[misc]
     """Mixin: calls that llm_comm accepts use llm_comm, and all other calls use vLLM's communicator."""
 
     #: None after ``destroy``.
-    _parts: Parts | None = None
+    _gather_scatter: EngineGatherScatter | None = None
 
     def all_gather(self, input_: torch.Tensor, dim: int = -1) -> torch.Tensor:
         """Concatenate the shards of all ranks along ``dim``. Return a new tensor."""
-        parts = self._parts
-        result = None if parts is None else parts.all_gather("all_gather", input_, dim)
+        gather_scatter = self._gather_scatter
+        result = None if gather_scatter is None else gather_scatter.all_gather("all_gather", input_, dim)
         return super().all_gather(input_, dim) if result is None else result
 
     def all_gatherv(
         self, input_: torch.Tensor | list[torch.Tensor], dim: int = 0, sizes: list[int] | None = None
     ) -> torch.Tensor | list[torch.Tensor]:
         """Concatenate shards of different sizes along ``dim``, for one tensor or for each tensor of a list."""
-        parts = self._parts
-        if parts is None or dim != 0:  # vLLM raises its own error for another dimension
+        gather_scatter = self._gather_scatter
+        if gather_scatter is None or dim != 0:  # vLLM raises its own error for another dimension
             return super().all_gatherv(input_, dim, sizes)  # type: ignore[no-any-return]
         if isinstance(input_, torch.Tensor):
-            result = parts.all_gather("all_gatherv", input_, dim, sizes)
+            result = gather_scatter.all_gather("all_gatherv", input_, dim, sizes)
             return super().all_gatherv(input_, dim, sizes) if result is None else result
-        results = [parts.all_gather("all_gatherv", x, dim, sizes) for x in input_]
+        results = [gather_scatter.all_gather("all_gatherv", x, dim, sizes) for x in input_]
         declined = [place for place, result in enumerate(results) if result is None]
         if declined:  # in one call, which NCCL runs as one grouped operation
             theirs = super().all_gatherv([input_[place] for place in declined], dim, sizes)
@@ -84,13 +84,13 @@ class _Gathering(CudaCommunicator):  # type: ignore[misc]
 
     def reduce_scatter(self, input_: torch.Tensor, dim: int = -1) -> torch.Tensor:
         """Sum over the group. Return this rank's shard of the sum along ``dim``, a new tensor."""
-        parts = self._parts
-        result = None if parts is None else parts.reduce_scatter("reduce_scatter", input_, dim)
+        gather_scatter = self._gather_scatter
+        result = None if gather_scatter is None else gather_scatter.reduce_scatter("reduce_scatter", input_, dim)
         return super().reduce_scatter(input_, dim) if result is None else result
 
     def reduce_scatterv(self, input_: torch.Tensor, dim: int = -1, sizes: list[int] | None = None) -> torch.Tensor:
         """Sum over the group, with shards of different sizes. Return this rank's shard, a new tensor."""
-        result = self._scatter_parts("reduce_scatterv", input_, dim, sizes)
+        result = self._try_reduce_scatter("reduce_scatterv", input_, dim, sizes)
         return super().reduce_scatterv(input_, dim, sizes) if result is None else result
 
     def reduce_scatterv_into_output(
@@ -100,7 +100,7 @@ class _Gathering(CudaCommunicator):  # type: ignore[misc]
 
         vLLM 0.26 has no such method and does not call it.
         """
-        result = self._scatter_parts("reduce_scatterv_into_output", input_, dim, sizes, output)
+        result = self._try_reduce_scatter("reduce_scatterv_into_output", input_, dim, sizes, output)
         return super().reduce_scatterv_into_output(input_, output, dim, sizes) if result is None else result
 
     def custom_all_gather(self, input_: torch.Tensor) -> torch.Tensor | None:
@@ -108,12 +108,12 @@ class _Gathering(CudaCommunicator):  # type: ignore[misc]
 
         vLLM 0.33 calls this method first in models that split their sequence.
         """
-        parts = self._parts
+        gather_scatter = self._gather_scatter
         result = None
-        if parts is not None and parts.gathers:
+        if gather_scatter is not None and gather_scatter.gathers:
             if torch.compiler.is_compiling():
                 return None  # ``all_gather`` goes through an operator, which calls this class at run time
-            result = parts.all_gather("custom_all_gather", input_)
+            result = gather_scatter.all_gather("custom_all_gather", input_)
         return super().custom_all_gather(input_) if result is None else result
 
     def custom_reduce_scatter(self, input_: torch.Tensor) -> torch.Tensor | None:
@@ -121,16 +121,16 @@ class _Gathering(CudaCommunicator):  # type: ignore[misc]
 
         vLLM 0.33 calls this method first in models that split their sequence.
         """
-        parts = self._parts
+        gather_scatter = self._gather_scatter
         result = None
-        if parts is not None and parts.scatters:
+        if gather_scatter is not None and gather_scatter.scatters:
             if torch.compiler.is_compiling():
                 return None
-            result = parts.reduce_scatter("custom_reduce_scatter", input_)
+            result = gather_scatter.reduce_scatter("custom_reduce_scatter", input_)
         return super().custom_reduce_scatter(input_) if result is None else result
 
-    def _scatter_parts(
+    def _try_reduce_scatter(
         self, method: str, x: torch.Tensor, dim: int, sizes: Sequence[int] | None, out: Any = None
     ) -> torch.Tensor | None:
-        parts = self._parts
-        return None if parts is None else parts.reduce_scatter(method, x, dim, sizes, out)
+        gather_scatter = self._gather_scatter
+        return None if gather_scatter is None else gather_scatter.reduce_scatter(method, x, dim, sizes, out)

@@ -42,11 +42,11 @@ def apply(theirs: Any, method: Any, layer: Any, x: torch.Tensor, bias: torch.Ten
     ours = getattr(group.device_communicator, "computes_all_batches", False)
     if not ours or x.dtype != weight.dtype or not takes_all_batches_of(weight):
         return theirs(method, layer, x, bias)
-    y = linear_of_any_batch(x, weight, group.unique_name)
+    y = batch_invariant_linear(x, weight, group.unique_name)
     return y if bias is None else y + bias  # y is rounded before the bias is added, as in vLLM's own mode
 
 
-def _linear_of_any_batch(x: torch.Tensor, weight: torch.Tensor, group_name: str) -> torch.Tensor:
+def _batch_invariant_linear(x: torch.Tensor, weight: torch.Tensor, group_name: str) -> torch.Tensor:
     """Implementation of the operator: ``x @ weight.T`` for any number of rows.
 
     Args:
@@ -60,7 +60,7 @@ def _linear_of_any_batch(x: torch.Tensor, weight: torch.Tensor, group_name: str)
         UnsupportedInputError: llm_comm does not serve ``x``. vLLM's kernel may not replace it, as it rounds
             differently.
     """
-    ours = getattr(operators.find_group(group_name).device_communicator, "linear_of_any_batch", None)
+    ours = getattr(operators.find_group(group_name).device_communicator, "batch_invariant_linear", None)
     # Alignment may decide, like the shape: it is constant for a layer, since its weight is not moved.
     result = None if ours is None or not is_aligned(weight) else ours(x, weight)
     return linear_batch_invariant(x, weight) if result is None else result  # type: ignore[no-any-return]
@@ -70,6 +70,6 @@ def _fake(x: torch.Tensor, weight: torch.Tensor, group_name: str) -> torch.Tenso
     return x.new_empty((*x.shape[:-1], weight.shape[0]))
 
 
-linear_of_any_batch = operators.define(
-    "linear_of_any_batch(Tensor x, Tensor weight, str group_name) -> Tensor", _linear_of_any_batch, _fake
+batch_invariant_linear = operators.define(
+    "batch_invariant_linear(Tensor x, Tensor weight, str group_name) -> Tensor", _batch_invariant_linear, _fake
 )

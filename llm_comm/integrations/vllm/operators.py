@@ -110,7 +110,7 @@ def find_group(name: str) -> Any:
     reference = parallel_state._groups.get(name)
     group = None if reference is None else reference()
     if group is None:
-        raise ValueError(f"there is no group {name!r} in this process (any more)")
+        raise ValueError(f"there is no group {name!r} in this process")
     return group
 
 

@@ -493,7 +493,7 @@ def in_deterministic_mode_norms_that_sglang_leaves_sums_to_are_its_own() -> None
         assert around_norm(lambda *_: "theirs", norm(1e-5), *tensors, None, tensors[0]) == "theirs"
         if IS_OLD:
             model = make_model(qwen3.Qwen3Model)
-            assert not any(hasattr(layer, "llm_comm_place") for layer in model.layers)
+            assert not any(hasattr(layer, "llm_comm_position") for layer in model.layers)
         assert not calls
 
 
@@ -537,7 +537,7 @@ def prefills_beside_decodes_sum_in_their_own_group() -> None:
                 close(run_model(make_model()), run_model(unfused))
             assert not of_decodes
             assert not of_prefills
-        assert len(log.having("norms are not fused after all: --enable-pdmux")) == (dist_rank() == 0)
+        assert len(log.having("fused norms are off: --enable-pdmux")) == (dist_rank() == 0)
 
 
 @scenario()
@@ -606,7 +606,7 @@ def linears_of_llama_that_sum_elsewhere_are_left_alone() -> None:
         calls = fused_calls()
         with mock.patch.object(RowParallelLinear, "of_data_parallel_attention", True):
             model = make_model()
-        assert not any(hasattr(layer, "llm_comm_place") for layer in model.layers)
+        assert not any(hasattr(layer, "llm_comm_position") for layer in model.layers)
         run_model(model)
         assert not calls
         assert len(log.having("norms of LlamaModel are not fused: its linears sum in another")) == (dist_rank() == 0)
@@ -640,7 +640,7 @@ def models_derived_from_qwen3_keep_the_sums_of_their_mlps() -> None:
     derived = type("Qwen3LLMModel", (qwen3.Qwen3Model,), {})
     with sglang_groups(), server():
         model = make_model(derived)
-        assert not any(hasattr(layer, "llm_comm_place") for layer in model.layers)
+        assert not any(hasattr(layer, "llm_comm_position") for layer in model.layers)
         assert all(layer.mlp.down_proj.reduce_results for layer in model.layers)
 
 
@@ -649,7 +649,7 @@ def mlps_of_qwen3_that_sum_elsewhere_are_left_alone() -> None:
     """With --moe-dense-tp-size 1 an MLP is not split, and what it makes is gathered behind it."""
     with sglang_groups() as log, server(), mock.patch.object(SIZES, "moe_dense_tp_size", 1):
         model = make_model(qwen3.Qwen3Model)
-        assert not any(hasattr(layer, "llm_comm_place") for layer in model.layers)
+        assert not any(hasattr(layer, "llm_comm_position") for layer in model.layers)
         assert len(log.having("norms of Qwen3Model are not fused: its linears sum in another")) == (dist_rank() == 0)
 
 
@@ -659,7 +659,7 @@ def qwen3_with_sequence_parallelism_keeps_the_sums_of_its_mlps() -> None:
     is_on = mock.patch.object(SEQUENCE_PARALLELISM, "layernorm_sp_enabled", return_value=True)
     with sglang_groups(), server(), is_on:
         model = make_model(qwen3.Qwen3Model)
-        assert not any(hasattr(layer, "llm_comm_place") for layer in model.layers)
+        assert not any(hasattr(layer, "llm_comm_position") for layer in model.layers)
 
 
 @scenario(LLM_COMM_MAX_MESSAGE_BYTES="256")

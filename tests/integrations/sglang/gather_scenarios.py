@@ -209,7 +209,7 @@ def context_parallel_groups_gather_by_llm_comm() -> None:
         assert torch.equal(out, torch.cat([data((3, 4), mate) for mate in mates]))
         assert cp.served == [("all_gather_into_tensor", (3, 4))]
         assert type(cp.coordinator.ca_comm).__name__ != "LlmCommAllReduce"  # it sums nothing
-        communicator = cp.coordinator.llm_comm_parts._member.communicator
+        communicator = cp.coordinator.llm_comm_gather_scatter._member.communicator
     said = ":0 (2 ranks, emulated GPUs): all-gather and reduce-scatter to 64 MiB, then SGLang's own (emulated)"
     assert len(cp.log.having("is active for group attn_cp" + said)) == (dist_rank() == 0)
     assert not communicator._handle.is_open
@@ -266,8 +266,8 @@ def reduce_scatter_can_be_switched_off_alone() -> None:
 def with_both_off_groups_that_do_nothing_else_are_left_alone() -> None:
     with sglang_groups(tp=4, attn_cp=2) as log:
         assert type(scenarios.group("attn_cp").ca_comm).__name__ != "LlmCommAllReduce"
-        assert not hasattr(scenarios.group("attn_cp"), "llm_comm_parts")
-        assert not hasattr(scenarios.group("tp"), "llm_comm_parts")
+        assert not hasattr(scenarios.group("attn_cp"), "llm_comm_gather_scatter")
+        assert not hasattr(scenarios.group("tp"), "llm_comm_gather_scatter")
         # With that of "attention_tp", which sums, all that there is by default.
         assert ours("tp")._llm_comm.workspace_bytes == 32 << 20
         assert not [target for target in HookRegistry._patched if "gather" in target or "scatter" in target]
@@ -278,7 +278,7 @@ def with_both_off_groups_that_do_nothing_else_are_left_alone() -> None:
 @scenario(LLM_COMM_ENABLE="0")
 def llm_comm_enable_0_leaves_gathers_to_sglang() -> None:
     with sglang_groups():
-        assert not hasattr(scenarios.group("tp"), "llm_comm_parts")
+        assert not hasattr(scenarios.group("tp"), "llm_comm_gather_scatter")
         assert not hasattr(GroupCoordinator.all_gather, "__wrapped__")
 
 
@@ -288,7 +288,7 @@ def a_switch_that_only_one_rank_has_switches_all_off() -> None:
         use_config_file("reduce_scatter: false")
     with sglang_groups() as log:
         coordinator = scenarios.group("tp")
-        assert not hasattr(coordinator, "llm_comm_parts")
+        assert not hasattr(coordinator, "llm_comm_gather_scatter")
         coordinator.pynccl_comm = nccl = Nccl(coordinator.cpu_group)
         assert torch.equal(coordinator.all_gather(data((1, 4)), 0), torch.cat([data((1, 4), r) for r in (0, 1)]))
         assert nccl.calls == ["all_gather"]
@@ -311,7 +311,7 @@ def one_rank_that_cannot_be_hooked_takes_the_others_along() -> None:
     if dist_rank() == 1:
         mock.patch.object(HookRegistry, "_apply_target", side_effect=failing_for("all_gatherv")).start()
     with sglang_groups() as log:
-        assert not hasattr(scenarios.group("tp"), "llm_comm_parts")
+        assert not hasattr(scenarios.group("tp"), "llm_comm_gather_scatter")
         assert torch.equal(scenarios.group("tp").all_reduce(data((4, 4))), expected_sum((4, 4)))
         said = "; but SGLang gathers and scatters itself: rank 1 (global rank 1): it cannot be set up in SGLang "
         assert len(log.having(said)) == (dist_rank() == 0)
@@ -365,13 +365,13 @@ class Group:
         self.coordinator = scenarios.group(name)
         self.rank, self.world = self.coordinator.rank_in_group, self.coordinator.world_size
         self.coordinator.pynccl_comm = self.nccl = Nccl(self.coordinator.cpu_group)
-        self.served = served(self.coordinator.llm_comm_parts)
+        self.served = served(self.coordinator.llm_comm_gather_scatter)
         self._calls_of_theirs = 0
 
     def theirs(self, method: str, *arguments: Any) -> Any:
         """What SGLang alone makes of a call."""
         before = len(self.nccl.calls)
-        with mock.patch.object(self.coordinator, "llm_comm_parts", None):
+        with mock.patch.object(self.coordinator, "llm_comm_gather_scatter", None):
             result = getattr(self.coordinator, method)(*arguments)
         assert len(self.nccl.calls) > before, "SGLang's own way has changed"
         self._calls_of_theirs += len(self.nccl.calls) - before

@@ -653,7 +653,7 @@ def in_deterministic_mode_layers_are_those_of_sglang_in_another_engine_of_the_pr
     os.environ["LLM_COMM_BATCH_INVARIANT_LINEAR"] = "engine"
     meet_elsewhere("second")
     module = sys.modules["llm_comm.integrations.sglang.invariant_linear"]
-    with served(), mock.patch.object(module, "_linear_of_any_batch", side_effect=AssertionError("not SGLang's")):
+    with served(), mock.patch.object(module, "_batch_invariant_linear", side_effect=AssertionError("not SGLang's")):
         check(row_parallel(), (4, INPUTS // 2))
 
 
@@ -711,7 +711,7 @@ def layer_calls(*methods: str) -> list[int]:
 
         return linear_of
 
-    for method in methods or ("linear", "linear_silu_and_mul", "linear_of_any_batch"):
+    for method in methods or ("linear", "linear_silu_and_mul", "batch_invariant_linear"):
         setattr(communicator, method, counted(getattr(communicator, method)))
     return tokens
 

@@ -325,16 +325,16 @@ def groups_of_an_unknown_version_take_as_much_as_one() -> None:
 
 def workspaces(widths: dict[str, int], tp: int = 4) -> dict[str, int]:
     """MiB by group, without those that SGLang takes another one for."""
-    from llm_comm.integrations.sglang.gathering import PARTS
+    from llm_comm.integrations.sglang.gathering import ATTRIBUTE
 
     with sglang_groups(tp=tp, **widths):
         found: dict[str, int] = {}
         of = set()
         for name in ("tp", "attn_cp", "attn_tp", "moe_dp", "moe_ep", "moe_tp"):
-            parts = getattr(group(name), PARTS, None)
-            if parts is not None and id(group(name)) not in of:
+            gather_scatter = getattr(group(name), ATTRIBUTE, None)
+            if gather_scatter is not None and id(group(name)) not in of:
                 of.add(id(group(name)))
-                found[name] = parts._member.communicator.workspace_bytes >> 20
+                found[name] = gather_scatter._member.communicator.workspace_bytes >> 20
         return found
 
 
@@ -731,8 +731,8 @@ def all_reduces_need_nothing_but_their_own_symbols() -> None:
     mock.patch.dict("sys.modules", {"sglang.srt.layers.layernorm": None, "sglang.srt.layers.linear": None}).start()
     with server_options(comm={"fusion_backend": "auto"}), sglang_groups() as log:
         assert torch.equal(group("tp").all_reduce(data((16, 128))), expected_sum((16, 128)))
-        parts = [data((16, 128), rank) for rank in range(2)]
-        assert torch.equal(group("tp").all_gather(data((16, 128)), 0), torch.cat(parts))
+        gather_scatter = [data((16, 128), rank) for rank in range(2)]
+        assert torch.equal(group("tp").all_gather(data((16, 128)), 0), torch.cat(gather_scatter))
         assert ours("tp").communicator is not None
         is_first = dist_rank() == 0
         assert len(log.having("is active for group tp:0 (2 ranks")) == is_first

@@ -332,7 +332,7 @@ def a_switch_that_only_one_rank_has_switches_all_off() -> None:
         scenarios.use_config_file("all_gather: false")
     with vllm_groups() as log:
         communicator = parallel_state.get_tp_group().device_communicator
-        assert (communicator._llm_comm, communicator._parts) == (None, None)
+        assert (communicator._llm_comm, communicator._gather_scatter) == (None, None)
         communicator.pynccl_comm = nccl = Nccl(communicator.cpu_group)
         assert torch.equal(communicator.all_gather(data((1, 4)), 0), torch.cat([data((1, 4), r) for r in (0, 1)]))
         assert nccl.calls == ["all_gather"]
@@ -371,7 +371,7 @@ def the_log_tells_of_the_first_call_of_each_kind() -> None:
 def a_destroyed_group_is_closed() -> None:
     with group("dp", tensor_parallel=1, config=replicated(2)) as dp:
         communicator = dp.communicator._llm_comm
-    assert dp.communicator._parts is None
+    assert dp.communicator._gather_scatter is None
     assert not communicator._handle.is_open
 
 
@@ -386,7 +386,7 @@ class Group:
         self.coordinator = getattr(parallel_state, f"get_{kind}_group")()
         self.communicator = self.coordinator.device_communicator
         self.communicator.pynccl_comm = self.nccl = Nccl(self.coordinator.cpu_group)
-        self.served = served(self.communicator._parts)
+        self.served = served(self.communicator._gather_scatter)
         self._calls_of_theirs = 0
 
     def theirs(self, method: str, *arguments: Any) -> Any:
@@ -413,7 +413,7 @@ def group(kind: str = "tp", tensor_parallel: int = 0, config: VllmConfig | None 
 
 def parts_of(kind: str) -> Any:
     communicator = getattr(parallel_state, f"get_{kind}_group")().device_communicator
-    return None if communicator is None else communicator._parts
+    return None if communicator is None else communicator._gather_scatter
 
 
 def replicated(count: int) -> VllmConfig:

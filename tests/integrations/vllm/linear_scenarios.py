@@ -633,13 +633,13 @@ def layer_calls() -> list[tuple[int, tuple[int, ...]]]:
     """The tokens and the weight of the layers of all batches that llm_comm computes from now on."""
     calls: list[tuple[int, tuple[int, ...]]] = []
     communicator = parallel_state.get_tp_group().device_communicator._llm_comm
-    original = communicator.linear_of_any_batch
+    original = communicator.batch_invariant_linear
 
-    def linear_of_any_batch(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    def batch_invariant_linear(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         calls.append((len(x), tuple(weight.shape)))
         return original(x, weight)
 
-    communicator.linear_of_any_batch = linear_of_any_batch
+    communicator.batch_invariant_linear = batch_invariant_linear
     return calls
 
 

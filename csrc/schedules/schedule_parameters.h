@@ -6,7 +6,7 @@
 namespace llm_comm::inline LLM_COMM_TARGET::schedules {
 
 // Draws random parameters for `ranks` ranks.
-emulator::Temper draw_temper(uint32_t ranks, emulator::Random& random);
+emulator::ScheduleParameters draw_schedule_parameters(uint32_t ranks, emulator::Random& random);
 
 // Description of an ending other than kDone, with the machine's fault; "" for kDone.
 std::string describe(emulator::Ending ending, const emulator::Machine& machine);

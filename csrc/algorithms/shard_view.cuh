@@ -1,9 +1,9 @@
-// PartView: one rank's shard of a tensor of rows (parts.h) as 16-byte lines: whole lines where addresses are aligned,
+// ShardView: one rank's shard of a tensor of rows (shards.h) as 16-byte lines: whole lines where addresses are aligned,
 // else element by element. Lines count from the start of the launch's range and continue across rows. Used by
 // all-gather and reduce-scatter.
 #pragma once
 
-#include "algorithms/parts.h"
+#include "algorithms/shards.h"
 #include "algorithms/view_load.cuh"
 #include "llm_comm/line.cuh"
 #include "llm_comm/reduce.cuh"
@@ -37,21 +37,21 @@ struct ExchangedLines {
 };
 
 template <DataType D>
-class PartView {
+class ShardView {
  public:
   using Storage = typename Element<D>::Storage;
   static constexpr uint32_t kPerLine = sizeof(Line) / sizeof(Storage);
 
-  LLM_COMM_DEVICE PartView() {}  // an empty view
+  LLM_COMM_DEVICE ShardView() {}  // an empty view
 
   // `row_elements`: elements of a row of the tensor. 0: the shard is a contiguous tensor of its own.
-  LLM_COMM_DEVICE PartView(const void* tensor, const Part& part, uint64_t row_elements, const Range& range)
-      : count_(range.within(part.length)) {
+  LLM_COMM_DEVICE ShardView(const void* tensor, const Shard& shard, uint64_t row_elements, const Range& range)
+      : count_(range.within(shard.length)) {
     // A shard without gaps counts as one row.
-    const bool has_gaps = row_elements != 0 && row_elements != part.size && part.length != part.size;
-    size_ = has_gaps ? static_cast<uint32_t>(part.size) : 0;
+    const bool has_gaps = row_elements != 0 && row_elements != shard.size && shard.length != shard.size;
+    size_ = has_gaps ? static_cast<uint32_t>(shard.size) : 0;
     row_elements_ = row_elements;
-    first_ = static_cast<const Storage*>(tensor) + (row_elements != 0 ? part.first : 0) + (has_gaps ? 0 : range.first);
+    first_ = static_cast<const Storage*>(tensor) + (row_elements != 0 ? shard.first : 0) + (has_gaps ? 0 : range.first);
     begin_ = has_gaps ? static_cast<uint32_t>(range.first) : 0;
     const bool is_aligned = reinterpret_cast<uint64_t>(first_) % sizeof(Line) == 0 && size_ % kPerLine == 0 &&
                             begin_ % kPerLine == 0 && (!has_gaps || row_elements_ % kPerLine == 0);
@@ -76,12 +76,12 @@ class PartView {
   // Depends on every address and bound that load() and store() use (for grid_dependency_wait_after).
   LLM_COMM_DEVICE uint64_t precomputed() const { return reinterpret_cast<uint64_t>(first_) + whole_lines_ + size_; }
 
-  using Load = ViewLoad<PartView>;
+  using Load = ViewLoad<ShardView>;
 
   LLM_COMM_DEVICE bool is_whole_input(uint32_t line) const { return line < whole_lines_; }
   LLM_COMM_DEVICE const void* input_from(uint32_t line) const { return address(uint64_t{line} * kPerLine); }
 
-  // `Plain`: all lines of the launch are whole and contiguous (PartsArgs::is_plain).
+  // `Plain`: all lines of the launch are whole and contiguous (ShardsArgs::is_plain).
   template <bool Plain = false>
   LLM_COMM_DEVICE Line load(uint32_t line) const {
     if constexpr (Plain) {
@@ -167,17 +167,17 @@ class PartView {
 
 // Combined values of several shards.
 template <DataType D, uint32_t N>
-LLM_COMM_DEVICE uint64_t precomputed(const PartView<D> (&parts)[N]) {
+LLM_COMM_DEVICE uint64_t precomputed(const ShardView<D> (&shards)[N]) {
   uint64_t sum = 0;
   LLM_COMM_UNROLL(8)
-  for (uint32_t i = 0; i < N; ++i) sum += parts[i].precomputed();
+  for (uint32_t i = 0; i < N; ++i) sum += shards[i].precomputed();
   return sum;
 }
 template <DataType D, uint32_t N>
-LLM_COMM_DEVICE uint32_t most_lines(const PartView<D> (&parts)[N]) {
+LLM_COMM_DEVICE uint32_t most_lines(const ShardView<D> (&shards)[N]) {
   uint32_t most = 0;
   LLM_COMM_UNROLL(8)
-  for (uint32_t i = 0; i < N; ++i) most = at_least(most, parts[i].lines());
+  for (uint32_t i = 0; i < N; ++i) most = at_least(most, shards[i].lines());
   return most;
 }
 

@@ -1,17 +1,17 @@
-// Common descriptor and kernel arguments of all-gather and reduce-scatter (parts.h).
+// Common descriptor and kernel arguments of all-gather and reduce-scatter (shards.h).
 #pragma once
 
-#include "algorithms/part_view.cuh"
-#include "algorithms/parts.h"
+#include "algorithms/shard_view.cuh"
+#include "algorithms/shards.h"
 #include "llm_comm/operation.cuh"
 
 namespace llm_comm::inline LLM_COMM_TARGET {
 
-struct PartsArgs {
+struct ShardsArgs {
   DeviceComm comm;
   const void* input;
   void* output;
-  Parts parts;
+  Shards shards;
   Range range;
   uint32_t tile_lines;  // lines that one peer's threads of a block handle at a time: a power of two
   uint32_t tile_lines_log2;
@@ -20,13 +20,13 @@ struct PartsArgs {
   uint32_t is_plain;
 };
 
-struct PartsOperation {
-  using Args = PartsArgs;
-  static void check(const Problem& problem) { check_parts(problem); }
+struct ShardsOperation {
+  using Args = ShardsArgs;
+  static void check(const Problem& problem) { check_shards(problem); }
 
   static Args arguments(const Problem& problem, const Tiling& tiling, const Grid&) {
     Args args{};
-    args.parts = parts_of(problem);
+    args.shards = shards_of(problem);
     args.tile_lines = tiling.tile_lines;
     args.depth = tiling.depth;
     while (args.tile_lines >> args.tile_lines_log2 > 1) ++args.tile_lines_log2;
@@ -44,14 +44,14 @@ struct PartsOperation {
   static bool is_plain(const Problem& problem, const Args& args) {
     const uint64_t bytes = element_bytes(problem.type);
     // With a single row, shards are adjacent in the tensor.
-    const uint64_t row = args.parts.row_elements;
+    const uint64_t row = args.shards.row_elements;
     uint64_t places = reinterpret_cast<uint64_t>(args.input) | reinterpret_cast<uint64_t>(args.output) |
                       args.range.first * bytes | args.range.count * bytes;
     for (uint32_t rank = 0; rank < problem.world; ++rank) {
-      const Part& part = args.parts.part[rank];
-      if (part.length < args.range.first + args.range.count) return false;
-      if (row != part.size && part.length != part.size) return false;
-      places |= part.first * bytes;
+      const Shard& shard = args.shards.shard[rank];
+      if (shard.length < args.range.first + args.range.count) return false;
+      if (row != shard.size && shard.length != shard.size) return false;
+      places |= shard.first * bytes;
     }
     return places % sizeof(Line) == 0;
   }

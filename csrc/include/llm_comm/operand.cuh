@@ -6,16 +6,16 @@
 
 namespace llm_comm::inline LLM_COMM_TARGET {
 
-template <FactorType F>
-struct Factor {
+template <OperandType F>
+struct Operand {
   uint16_t bits;
   LLM_COMM_DEVICE float value() const {
-    return Element < F == FactorType::kBFloat16 ? DataType::kBFloat16 : DataType::kFloat16 > ::value(bits);
+    return Element < F == OperandType::kBFloat16 ? DataType::kBFloat16 : DataType::kFloat16 > ::value(bits);
   }
 };
 
 template <>
-struct Factor<FactorType::kFloat8> {
+struct Operand<OperandType::kFloat8> {
   uint8_t bits;
   LLM_COMM_DEVICE float value() const { return e4m3_to_float(bits); }
 };

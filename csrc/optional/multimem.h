@@ -6,7 +6,7 @@
 namespace llm_comm {
 
 // Throws std::invalid_argument if the device has no multimem instructions.
-inline void check_switch(const Limits& limits) {
+inline void check_multimem(const Limits& limits) {
   if (limits.compute_capability == 0 || limits.compute_capability >= 90) return;
   throw std::invalid_argument("NVLink multicast needs compute capability 9.0; this device has " +
                               std::to_string(limits.compute_capability / 10) + "." +

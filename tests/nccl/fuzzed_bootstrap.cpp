@@ -1,7 +1,7 @@
-// A fuzzed bootstrap: while ranks meet, others who know where, and some who know the secret, send drawn bytes to the meeting place and
-// cut their connections at drawn times. And every reader of messages, ids and tuning tables is given damaged ones. Nothing may crash,
-// nor hang, and communicators that nobody disturbs from within must work.
-// Usage: strangers [<rounds> [<seed>]].
+// Fuzzed bootstrap: while ranks connect to the hub, unknown senders and senders that know the secret send random bytes
+// and cut their connections at random times. Every reader of messages, ids and tuning tables also gets damaged input.
+// Nothing may crash or hang, and communicators that no rank disturbs must work.
+// Usage: fuzzed_bootstrap [<rounds> [<seed>]].
 #include <poll.h>
 #include <sys/socket.h>
 #include <unistd.h>
@@ -42,9 +42,10 @@ std::string bytes_of(std::mt19937& random, size_t most) {
   return bytes;
 }
 
-Descriptor connect_to(const MeetingPlace& place) {
-  Descriptor socket(::socket(place.address.ss_family, SOCK_STREAM | SOCK_CLOEXEC, 0));
-  if (connect(socket.fd(), reinterpret_cast<const sockaddr*>(&place.address), length_of(place.address)) != 0) {
+Descriptor connect_to(const HubAddress& hub_address) {
+  Descriptor socket(::socket(hub_address.address.ss_family, SOCK_STREAM | SOCK_CLOEXEC, 0));
+  if (connect(socket.fd(), reinterpret_cast<const sockaddr*>(&hub_address.address), length_of(hub_address.address)) !=
+      0) {
     return Descriptor();
   }
   return socket;
@@ -55,13 +56,13 @@ void send_some(const Descriptor& socket, const std::string& bytes) {
 }
 
 // Somebody without the secret: nothing he does may matter.
-void disturb(const MeetingPlace& place, uint32_t seed) {
+void disturb(const HubAddress& hub_address, uint32_t seed) {
   std::mt19937 random(seed);
   std::vector<Descriptor> open;
   for (int i = 0; i < 20; ++i) {
-    Descriptor socket = connect_to(place);
+    Descriptor socket = connect_to(hub_address);
     if (random() % 2 == 0) {
-      Hello hello{Hello::kMagic, place.secret, static_cast<uint32_t>(random() % 4),
+      Hello hello{Hello::kMagic, hub_address.secret, static_cast<uint32_t>(random() % 4),
                   static_cast<uint32_t>(random() % 4)};
       hello.secret[random() % hello.secret.size()] ^= static_cast<unsigned char>(1 << random() % 8);
       std::string bytes(reinterpret_cast<const char*>(&hello), sizeof(hello));
@@ -76,14 +77,14 @@ void disturb(const MeetingPlace& place, uint32_t seed) {
 
 void ranks_meet(uint32_t seed) {
   constexpr int kWorld = 3;
-  const MeetingPlace place = open_hub(std::nullopt, 20);
+  const HubAddress hub_address = open_hub(std::nullopt, 20);
   std::vector<std::thread> threads;
-  for (int i = 0; i < 2; ++i) threads.emplace_back(disturb, place, seed + static_cast<uint32_t>(i));
+  for (int i = 0; i < 2; ++i) threads.emplace_back(disturb, hub_address, seed + static_cast<uint32_t>(i));
   for (int rank = 0; rank < kWorld; ++rank) {
     threads.emplace_back([&, rank] {
       std::mt19937 random(seed + 10);  // alike on all ranks
       try {
-        Bootstrap bootstrap(place, rank, kWorld, 20);
+        Bootstrap bootstrap(hub_address, rank, kWorld, 20);
         for (int round = 0; round < 5; ++round) {
           const std::string message = bytes_of(random, kMaxMessageBytes - 1) + std::to_string(rank);
           const auto all = bootstrap.exchange(message);
@@ -102,17 +103,17 @@ void ranks_meet(uint32_t seed) {
 // The answer to an exchange that has failed is not taken for that of the next one.
 void rank_is_late() {
   constexpr double kLimitS = 2;
-  const MeetingPlace place = open_hub(std::nullopt, 20);
+  const HubAddress hub_address = open_hub(std::nullopt, 20);
   std::atomic<bool> may_answer = false;
   std::thread late([&] {
-    Bootstrap bootstrap(place, 1, 2, 20);
+    Bootstrap bootstrap(hub_address, 1, 2, 20);
     while (!may_answer) usleep(1000);
     try {
       bootstrap.exchange("late");
     } catch (const Failure&) {
     }
   });
-  Bootstrap bootstrap(place, 0, 2, kLimitS);
+  Bootstrap bootstrap(hub_address, 0, 2, kLimitS);
   for (const char* const message : {"in time", "too soon"}) {
     try {
       bootstrap.exchange(message);
@@ -126,19 +127,19 @@ void rank_is_late() {
 
 // A rank that goes mad: the others must get an error, and soon.
 void rank_is_hostile(uint32_t seed) {
-  const MeetingPlace place = open_hub(std::nullopt, 10);
+  const HubAddress hub_address = open_hub(std::nullopt, 10);
   std::atomic<bool> has_ended = false;
   std::thread victim([&] {
     try {
-      Bootstrap bootstrap(place, 0, 2, 10);
+      Bootstrap bootstrap(hub_address, 0, 2, 10);
       for (int round = 0; round < 1000; ++round) bootstrap.exchange("a message");
     } catch (const Failure&) {
       has_ended = true;
     }
   });
   std::mt19937 random(seed);
-  Descriptor socket = connect_to(place);
-  const Hello hello{Hello::kMagic, place.secret, 1, 2};
+  Descriptor socket = connect_to(hub_address);
+  const Hello hello{Hello::kMagic, hub_address.secret, 1, 2};
   send_some(socket, std::string(reinterpret_cast<const char*>(&hello), sizeof(hello)));
   for (int i = 0; i < 5; ++i) send_some(socket, bytes_of(random, 300));
   usleep(random() % 5000);

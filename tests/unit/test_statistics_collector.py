@@ -21,8 +21,8 @@ from llm_comm.runtime.statistics import (
     Calls,
     Declined,
     Progress,
+    StatisticsCollector,
     Stats,
-    Tallies,
     size_class,
     without_sizes,
 )
@@ -36,12 +36,12 @@ def test_a_size_class_ends_at_a_power_of_two(nbytes: int, up_to: int) -> None:
 
 
 def test_counters_of_one_class_count_together_and_others_do_not() -> None:
-    tallies = Tallies()
+    statistics = StatisticsCollector()
     for nbytes, algorithm, calls in ((600, "one_shot", 1), (1024, "one_shot", 2), (1025, "one_shot", 1), (7, "two", 1)):
-        counter = tallies.counter(ALL_REDUCE, nbytes, algorithm, "LL")
+        counter = statistics.counter(ALL_REDUCE, nbytes, algorithm, "LL")
         for _ in range(calls):
             counter.add()
-    assert tallies.calls() == (
+    assert statistics.calls() == (
         Calls(ALL_REDUCE, "one_shot", "LL", 1024, 3, 600 + 2 * 1024, 0, 0),
         Calls(ALL_REDUCE, "one_shot", "LL", 2048, 1, 1025, 0, 0),
         Calls(ALL_REDUCE, "two", "LL", 8, 1, 7, 0, 0),
@@ -49,17 +49,17 @@ def test_counters_of_one_class_count_together_and_others_do_not() -> None:
 
 
 def test_what_was_prepared_and_never_called_is_not_told() -> None:
-    tallies = Tallies()
-    tallies.counter(ALL_REDUCE, 600, "one_shot", "LL")
-    assert tallies.calls() == ()
+    statistics = StatisticsCollector()
+    statistics.counter(ALL_REDUCE, 600, "one_shot", "LL")
+    assert statistics.calls() == ()
 
 
 def test_reasons_of_other_sizes_are_one() -> None:
-    tallies = Tallies()
+    statistics = StatisticsCollector()
     for size in (10, 200):
-        tallies.decline(ALL_REDUCE, f"{size} bytes, more than 5")
-    tallies.decline(ALL_REDUCE, "torch.float64 is not one of torch.bfloat16")
-    assert tallies.declined() == (
+        statistics.decline(ALL_REDUCE, f"{size} bytes, more than 5")
+    statistics.decline(ALL_REDUCE, "torch.float64 is not one of torch.bfloat16")
+    assert statistics.declined() == (
         Declined(ALL_REDUCE, "N bytes, more than N", 2),
         Declined(ALL_REDUCE, "torch.float64 is not one of torch.bfloat16", 1),
     )
@@ -67,10 +67,10 @@ def test_reasons_of_other_sizes_are_one() -> None:
 
 
 def test_there_are_so_many_reasons_at_most() -> None:
-    tallies = Tallies()
+    statistics = StatisticsCollector()
     for number in range(MAX_REASONS + 50):
-        tallies.decline(ALL_REDUCE, f"reason{number}")
-    declined = tallies.declined()
+        statistics.decline(ALL_REDUCE, f"reason{number}")
+    declined = statistics.declined()
     assert len(declined) == MAX_REASONS + 1
     assert sum(each.count for each in declined) == MAX_REASONS + 50
     assert [each.count for each in declined if each.reason == OTHER_REASONS] == [50]
@@ -121,7 +121,7 @@ def test_a_range_surrounds_a_launch_and_ends_with_it(monkeypatch: pytest.MonkeyP
 
 
 def sums_of(run: Callable[..., bool], device: str, nvtx: bool) -> AllReduce:
-    handle, planner = mock.Mock(tallies=Tallies(), device=torch.device("cpu")), mock.Mock(world_size=2)
+    handle, planner = mock.Mock(statistics=StatisticsCollector(), device=torch.device("cpu")), mock.Mock(world_size=2)
     handle.core().prepare.return_value = run
     planner.config = Config.load({}, nvtx=nvtx)
     plan = Plan(ALL_REDUCE, "one_shot", "LL", 1, 64, 1, 1, 0, 1, 8, 16, "a row")

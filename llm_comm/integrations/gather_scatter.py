@@ -18,7 +18,7 @@ from llm_comm.integrations.members import Member
 FIRST_CALL = "llm_comm: first %s of group %s (%d ranks, shape %s%s)"
 
 
-class Parts:
+class EngineGatherScatter:
     """All-gather and reduce-scatter of one group. Options ``all_gather`` and ``reduce_scatter`` switch them off.
 
     Each method returns None if llm_comm declines the call. All ranks decline alike, and a declined call has exchanged

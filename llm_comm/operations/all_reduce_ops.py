@@ -23,7 +23,7 @@ _is_compiling = torch.compiler.is_compiling
 _Tensor = torch.Tensor
 
 
-class Sums:
+class AllReduceOps:
     """Mixin of ``Communicator``: all-reduce, alone and fused with the norm, with their ``accepts`` and ``plan``
     queries."""
 

@@ -1,16 +1,16 @@
-#include "schedules/temper.h"
+#include "schedules/schedule_parameters.h"
 
 namespace llm_comm::inline LLM_COMM_TARGET::schedules {
 
-emulator::Temper draw_temper(uint32_t ranks, emulator::Random& random) {
-  emulator::Temper temper;
-  temper.memory.stale = random.pick({0u, 0u, 16u, 64u, 160u});
-  temper.memory.overtake = random.pick({0u, 64u, 256u});
-  temper.memory.delay = random.pick({0u, 8u, 64u, 256u});
-  temper.memory.local_delay = random.pick({0u, 0u, 8u, 64u});
-  if (random.chance(64)) temper.memory.slow_links = random.next() & random.next() & random.next();
+emulator::ScheduleParameters draw_schedule_parameters(uint32_t ranks, emulator::Random& random) {
+  emulator::ScheduleParameters parameters;
+  parameters.memory.stale = random.pick({0u, 0u, 16u, 64u, 160u});
+  parameters.memory.overtake = random.pick({0u, 64u, 256u});
+  parameters.memory.delay = random.pick({0u, 8u, 64u, 256u});
+  parameters.memory.local_delay = random.pick({0u, 0u, 8u, 64u});
+  if (random.chance(64)) parameters.memory.slow_links = random.next() & random.next() & random.next();
 
-  emulator::SchedulerTemper& scheduler = temper.scheduler;
+  emulator::SchedulerParameters& scheduler = parameters.scheduler;
   scheduler.policy =
       random.pick({emulator::Policy::kUniform, emulator::Policy::kWeighted, emulator::Policy::kPriorities});
   for (uint32_t& weight : scheduler.weight) weight = 1u << random.below(10);
@@ -23,10 +23,10 @@ emulator::Temper draw_temper(uint32_t ranks, emulator::Random& random) {
   scheduler.launch_delay = random.pick({0u, 16u, 512u});
   scheduler.completion_delay = random.pick({0u, 16u, 512u});
   if (random.chance(64)) {
-    temper.stalls.push_back(
+    parameters.stalls.push_back(
         {random.below(ranks), random.between(1, 1u << random.below(10)), random.between(1, 20'000)});
   }
-  return temper;
+  return parameters;
 }
 
 namespace {

@@ -22,7 +22,7 @@ ANY_DTYPES = (
     torch.float8_e4m3fn,
     torch.float8_e5m2,
 )
-PART_ALGORITHMS = ("one_shot", "push_hb")
+SHARD_ALGORITHMS = ("one_shot", "push_hb")
 
 
 class Division(NamedTuple):
@@ -36,7 +36,7 @@ class Division(NamedTuple):
     def is_even(self) -> bool:
         return len(set(self.sizes)) == 1
 
-    def part_shape(self, rank: int) -> tuple[int, ...]:
+    def shard_shape(self, rank: int) -> tuple[int, ...]:
         return with_length(self.shape, self.dim, self.sizes[rank])
 
     def part_of(self, whole: torch.Tensor, rank: int) -> torch.Tensor:

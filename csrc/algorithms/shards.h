@@ -1,4 +1,4 @@
-// Shards ("parts") of a tensor of rows, for operations in which each rank has one: all-gather concatenates them,
+// Shards of a tensor of rows, for operations in which each rank has one: all-gather concatenates them,
 // reduce-scatter distributes them. Any dimension fits: the dimensions before it make the rows, and those after it
 // lengthen each shard. For dimension 0 there is one row.
 //
@@ -11,9 +11,9 @@
 
 namespace llm_comm {
 
-enum PartParameter { kRows, kFirstSize };
+enum ShardParameter { kRows, kFirstSize };
 
-constexpr OperationInfo with_parts(OperationInfo info) {
+constexpr OperationInfo with_shards(OperationInfo info) {
   const char* const names[kMaxWorldSize] = {"size_0", "size_1", "size_2", "size_3",
                                             "size_4", "size_5", "size_6", "size_7"};
   info.parameters[kRows].name = "rows";
@@ -22,30 +22,30 @@ constexpr OperationInfo with_parts(OperationInfo info) {
 }
 
 // Shard of one rank, in elements.
-struct Part {
+struct Shard {
   uint64_t first;   // offset in each row
   uint64_t size;    // in each row
   uint64_t length;  // in all rows
 };
 
-struct Parts {
+struct Shards {
   uint64_t rows;
   uint64_t row_elements;  // of the whole tensor
-  Part part[kMaxWorldSize];
+  Shard shard[kMaxWorldSize];
 };
 
-inline Parts parts_of(const Problem& problem) {
-  Parts parts{static_cast<uint64_t>(problem.parameter[kRows]), 0, {}};
+inline Shards shards_of(const Problem& problem) {
+  Shards shards{static_cast<uint64_t>(problem.parameter[kRows]), 0, {}};
   for (uint32_t rank = 0; rank < problem.world; ++rank) {
     const auto size = static_cast<uint64_t>(problem.parameter[kFirstSize + rank]);
-    parts.part[rank] = {parts.row_elements, size, size * parts.rows};
-    parts.row_elements += size;
+    shards.shard[rank] = {shards.row_elements, size, size * shards.rows};
+    shards.row_elements += size;
   }
-  return parts;
+  return shards;
 }
 
 // Throws std::invalid_argument for parameters that describe no shards, or that contradict `count`.
-inline void check_parts(const Problem& problem) {
+inline void check_shards(const Problem& problem) {
   const auto refuse = [](const std::string& why) { throw std::invalid_argument(why); };
   // A double holds every integer up to this one; no memory is larger.
   constexpr double kMost = static_cast<double>(uint64_t{1} << 48);
@@ -60,15 +60,15 @@ inline void check_parts(const Problem& problem) {
   for (int i = kFirstSize + static_cast<int>(problem.world); i < kMaxParameters; ++i) {
     if (problem.parameter[i] != 0) refuse("size_" + std::to_string(i - kFirstSize) + " is of no rank");
   }
-  const Parts parts = parts_of(problem);
+  const Shards shards = shards_of(problem);
   uint64_t longest = 0;
-  for (const Part& part : parts.part) longest = part.length > longest ? part.length : longest;
+  for (const Shard& shard : shards.shard) longest = shard.length > longest ? shard.length : longest;
   if (problem.count != longest) {
-    refuse("count is " + std::to_string(problem.count) + "; the largest part has " + std::to_string(longest) +
+    refuse("count is " + std::to_string(problem.count) + "; the largest shard has " + std::to_string(longest) +
            " elements");
   }
   // Kernels find the row of an element by a 32-bit division.
-  if (parts.rows > 1 && longest >> 32 != 0) refuse("a part in rows must have fewer than 2^32 elements");
+  if (shards.rows > 1 && longest >> 32 != 0) refuse("a shard in rows must have fewer than 2^32 elements");
 }
 
 }  // namespace llm_comm

@@ -39,8 +39,8 @@ _SPARE = 16
 Sizes = Sequence[int]
 
 
-class Parts(NamedTuple):
-    """Division of a tensor into shards (csrc/algorithms/parts.h)."""
+class Shards(NamedTuple):
+    """Division of a tensor into shards (csrc/algorithms/shards.h)."""
 
     #: Product of the sizes before the dimension.
     rows: int
@@ -58,7 +58,7 @@ class Parts(NamedTuple):
         return self.whole() if limits_whole_tensor(config) else self.rows * max(self.row_sizes)
 
 
-class PreparedParts(NamedTuple):
+class PreparedShards(NamedTuple):
     """Prepared call."""
 
     plan: Plan
@@ -75,7 +75,7 @@ class PreparedParts(NamedTuple):
     spare_out: int
 
 
-class PartsOperation(Operation):
+class ShardsOperation(Operation):
     """All-gather or reduce-scatter of one communicator.
 
     Args:
@@ -92,7 +92,7 @@ class PartsOperation(Operation):
         super().__init__(self.name, handle, planner)
         self.rank, self.world_size = rank, planner.world_size
         self._operands = Operands(self.name, reads=("x",), writes=("out",))
-        self._prepared: dict[tuple[torch.Size, torch.dtype, int, tuple[int, ...] | None], PreparedParts] = {}
+        self._prepared: dict[tuple[torch.Size, torch.dtype, int, tuple[int, ...] | None], PreparedShards] = {}
 
     # ---- Calls --------------------------------------------------------------------------------------------------
 
@@ -184,7 +184,7 @@ class PartsOperation(Operation):
             self._handle.check()
         return result
 
-    def _check_out(self, prepared: PreparedParts, x: torch.Tensor, out: Any) -> None:
+    def _check_out(self, prepared: PreparedShards, x: torch.Tensor, out: Any) -> None:
         """Raise UnsupportedInputError unless the result can be written to ``out``."""
         why = why_not_out(out, prepared.shape, x.dtype, self._device)
         if why:
@@ -223,23 +223,23 @@ class PartsOperation(Operation):
         if self._why_not_type(x.dtype) or self._why_not_numbers(x, dim, sizes):
             return False
         world = self.world_size
-        parts = self._divide(x.shape, dim, all_sizes(x.shape[dim], sizes, world, self.takes_whole))
-        if parts is None:
+        shards = self._divide(x.shape, dim, all_sizes(x.shape[dim], sizes, world, self.takes_whole))
+        if shards is None:
             return False
         limit = self._planner.message_limit(self.name)
-        return world == 1 or parts.limited(self._planner.config) * x.element_size() <= limit
+        return world == 1 or shards.limited(self._planner.config) * x.element_size() <= limit
 
     def plan(self, x: torch.Tensor, dim: int, sizes: Sizes | None) -> Plan:
         """Return the plan of ``run`` for ``x``."""
         found = self._prepare(x, dim, sizes)
         if not isinstance(found, str):
             return found.plan
-        parts = self._parts(x, dim, sizes)
-        if isinstance(parts, str):
-            return declined(self.name, x.numel() * x.element_size(), parts)
-        return self._layout(parts, x.dtype).plan
+        shards = self._shards(x, dim, sizes)
+        if isinstance(shards, str):
+            return declined(self.name, x.numel() * x.element_size(), shards)
+        return self._layout(shards, x.dtype).plan
 
-    def _prepare(self, x: torch.Tensor, dim: int, sizes: Sizes | None) -> PreparedParts | str:
+    def _prepare(self, x: torch.Tensor, dim: int, sizes: Sizes | None) -> PreparedShards | str:
         """Prepare the launch for ``x``. Return the reason as text if ``x`` is declined."""
         why = self._why_not(x)
         if why:
@@ -251,50 +251,50 @@ class PartsOperation(Operation):
             return self._why_not_numbers(x, dim, sizes)
         if found is not None:
             return found
-        parts = self._parts(x, dim, sizes)
-        if isinstance(parts, str):  # not cached: the key of the invalid size 1.0 would equal that of 1
-            return parts
-        call = self._prepare_call(self._layout(parts, x.dtype))
+        shards = self._shards(x, dim, sizes)
+        if isinstance(shards, str):  # not cached: the key of the invalid size 1.0 would equal that of 1
+            return shards
+        call = self._prepare_call(self._layout(shards, x.dtype))
         if isinstance(call, str):
             keep(self._reasons, key, call)
             return call
-        spare = 0 if parts.row_sizes[self.rank] else _SPARE
-        prepared = PreparedParts(
+        spare = 0 if shards.row_sizes[self.rank] else _SPARE
+        prepared = PreparedShards(
             *call,
-            parts.shape,
-            math.prod(parts.shape),
-            self._in_place(parts, x.dtype),
+            shards.shape,
+            math.prod(shards.shape),
+            self._in_place(shards, x.dtype),
             spare_x=0 if self.takes_whole else spare,
             spare_out=spare if self.takes_whole else 0,
         )
         keep(self._prepared, key, prepared)
         return prepared
 
-    def _layout(self, parts: Parts, dtype: torch.dtype) -> Layout:
+    def _layout(self, shards: Shards, dtype: torch.dtype) -> Layout:
         data_type, scale = self._core_type(dtype)
         world = self.world_size
-        longest = parts.rows * max(parts.row_sizes) * scale
+        longest = shards.rows * max(shards.row_sizes) * scale
         if world == 1:
-            nbytes = parts.whole() * dtype.itemsize
+            nbytes = shards.whole() * dtype.itemsize
             return Layout(without_kernel(self.name, "none", nbytes, "one rank"), None)
         # Sizes of ranks beyond the world size are omitted; the core takes them as 0.
-        parameters = (float(parts.rows), *(float(size * scale) for size in parts.row_sizes))
+        parameters = (float(shards.rows), *(float(size * scale) for size in shards.row_sizes))
         return self._planner.lay_out(self.name, longest, 0, data_type, parameters)
 
     def _core_type(self, dtype: torch.dtype) -> tuple[str, int]:
         """Return the core's data type, and how many elements of it one element of ``dtype`` has."""
         return self._data_types[dtype], 1
 
-    def _in_place(self, parts: Parts, dtype: torch.dtype) -> int | None:
-        of_row, own = sum(parts.row_sizes), parts.row_sizes[self.rank]
-        if parts.rows > 1 and own != of_row:
+    def _in_place(self, shards: Shards, dtype: torch.dtype) -> int | None:
+        of_row, own = sum(shards.row_sizes), shards.row_sizes[self.rank]
+        if shards.rows > 1 and own != of_row:
             return None
-        before = sum(parts.row_sizes[: self.rank]) * dtype.itemsize
+        before = sum(shards.row_sizes[: self.rank]) * dtype.itemsize
         return before if self.takes_whole else -before
 
     # ---- Validation ---------------------------------------------------------------------------------------------
 
-    def _parts(self, x: torch.Tensor, dim: int, sizes: Sizes | None) -> Parts | str:
+    def _shards(self, x: torch.Tensor, dim: int, sizes: Sizes | None) -> Shards | str:
         """Return the division of the whole tensor, or why the arguments are invalid."""
         why = self._why_not(x) or self._why_not_numbers(x, dim, sizes)
         if why:
@@ -327,7 +327,7 @@ class PartsOperation(Operation):
                 return f"sizes[{rank}] is {quoted(size)}; it must be an int from 0 to 2**48"
         return ""
 
-    def _divide(self, shape: Sequence[int], dim: int, sizes: Sizes | None) -> Parts | None:
+    def _divide(self, shape: Sequence[int], dim: int, sizes: Sizes | None) -> Shards | None:
         """Return the division, or None if the sizes do not fit ``shape`` of the input. Builds no text, for
         torch.compile."""
         if sizes is None or shape[dim] != (sum(sizes) if self.takes_whole else sizes[self.rank]):
@@ -335,10 +335,10 @@ class PartsOperation(Operation):
         dim %= len(shape)
         behind = math.prod(shape[dim + 1 :])
         result = (*shape[:dim], sizes[self.rank] if self.takes_whole else sum(sizes), *shape[dim + 1 :])
-        return Parts(math.prod(shape[:dim]), tuple(size * behind for size in sizes), result)
+        return Shards(math.prod(shape[:dim]), tuple(size * behind for size in sizes), result)
 
     def _why_not_equal(self, length: int, dim: int) -> str:
-        return f"x has {length} along dim {dim}, of which {self.world_size} ranks cannot have equal parts: pass sizes"
+        return f"x has {length} along dim {dim}, of which {self.world_size} ranks cannot have equal shards: pass sizes"
 
     def _why_not_sizes(self, length: int, dim: int, sizes: Sizes) -> str:
         if self.takes_whole:
@@ -359,7 +359,7 @@ def all_sizes(length: int, sizes: Sizes | None, world: int, takes_whole: bool) -
     return None if length % world != 0 else (length // world,) * world
 
 
-class AllGather(PartsOperation):
+class AllGather(ShardsOperation):
     """All-gather of one communicator."""
 
     name, takes_whole = ALL_GATHER, False
@@ -375,7 +375,7 @@ class AllGather(PartsOperation):
 _QUANTIZED = frozenset({torch.qint8, torch.quint8, torch.qint32, torch.quint4x2, torch.quint2x4})
 
 
-class ReduceScatter(PartsOperation):
+class ReduceScatter(ShardsOperation):
     """Reduce-scatter of one communicator."""
 
     name, takes_whole = REDUCE_SCATTER, True

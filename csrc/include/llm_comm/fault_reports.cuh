@@ -1,4 +1,4 @@
-// Fault reports ("notes"): how all ranks agree on the rank that is missing. Used by bounded waits (wait.cuh).
+// Fault reports: how all ranks agree on the rank that is missing. Used by bounded waits (wait.cuh).
 //
 // A rank whose wait expires stores a fault report at every rank; it names the peer that the rank waited for. A rank
 // that has stored a report is alive. A rank that suspects such a rank therefore follows its report to the next suspect,
@@ -10,14 +10,14 @@
 
 namespace llm_comm::inline LLM_COMM_TARGET {
 
-class Suspicions {
+class FaultReports {
  public:
   // For waits outside a communicator: there are no other ranks to report to.
-  Suspicions() = default;
+  FaultReports() = default;
 
   // `workspace`: every rank's workspace, as this rank maps it. The reports are `world_size` lines at `offset`, zero at
   // first.
-  LLM_COMM_DEVICE Suspicions(char* const* workspace, uint64_t offset, uint32_t rank, uint32_t world_size)
+  LLM_COMM_DEVICE FaultReports(char* const* workspace, uint64_t offset, uint32_t rank, uint32_t world_size)
       : workspace_(workspace), offset_(offset), rank_(rank), world_size_(world_size) {}
 
   // Returns whether any rank has stored a fault report here, and sets `suspect` to a rank that a report names. Reports
@@ -27,16 +27,16 @@ class Suspicions {
     LLM_COMM_UNROLL(1)
     for (uint32_t rank = 0; rank < world_size_; ++rank) {
       uint32_t named = rank_;
-      found |= noted_by(rank, named);
+      found |= reported_by(rank, named);
       if (named != rank_) suspect = named;
     }
     return found;
   }
 
   // Stores a fault report at every rank, this one included.
-  LLM_COMM_DEVICE void tell(uint32_t suspect) const {
+  LLM_COMM_DEVICE void send(uint32_t suspect) const {
     LLM_COMM_UNROLL(1)
-    for (uint32_t rank = 0; rank < world_size_; ++rank) store_relaxed(note(rank, rank_), suspect + 1);
+    for (uint32_t rank = 0; rank < world_size_; ++rank) store_relaxed(report(rank, rank_), suspect + 1);
   }
 
   // Returns the failed peer, in this order:
@@ -49,7 +49,7 @@ class Suspicions {
   //
   // follow() is called at one place only: a second call would cost one more predicate register in every kernel that
   // waits (docs/experiments/cold_code.md).
-  LLM_COMM_DEVICE uint32_t culprit(uint32_t suspect) const {
+  LLM_COMM_DEVICE uint32_t failed_peer(uint32_t suspect) const {
     uint32_t silent = world_size_;
     uint32_t candidate = suspect;
     LLM_COMM_UNROLL(1)
@@ -57,13 +57,13 @@ class Suspicions {
       const uint32_t found = follow(candidate);
       if (found != world_size_) return found;
       candidate = rank_;  // follow() returns at once for this rank
-      if (rank < world_size_ && !noted_by(rank, candidate) && silent == world_size_) silent = rank;
+      if (rank < world_size_ && !reported_by(rank, candidate) && silent == world_size_) silent = rank;
     }
     return silent != world_size_ ? silent : suspect;
   }
 
  private:
-  LLM_COMM_DEVICE uint32_t* note(uint32_t at, uint32_t by) const {
+  LLM_COMM_DEVICE uint32_t* report(uint32_t at, uint32_t by) const {
     return reinterpret_cast<uint32_t*>(workspace_[at] + offset_ + by * sizeof(Line));
   }
 
@@ -71,13 +71,13 @@ class Suspicions {
   LLM_COMM_DEVICE uint32_t follow(uint32_t candidate) const {
     LLM_COMM_UNROLL(1)
     for (uint32_t steps = 0; steps < world_size_ && candidate != rank_; ++steps) {
-      if (!noted_by(candidate, candidate)) return candidate;
+      if (!reported_by(candidate, candidate)) return candidate;
     }
     return world_size_;
   }
 
-  LLM_COMM_DEVICE bool noted_by(uint32_t rank, uint32_t& suspect) const {
-    const uint32_t word = load_relaxed(note(rank_, rank));
+  LLM_COMM_DEVICE bool reported_by(uint32_t rank, uint32_t& suspect) const {
+    const uint32_t word = load_relaxed(report(rank_, rank));
     if (word != 0) suspect = word - 1;
     return word != 0;
   }
