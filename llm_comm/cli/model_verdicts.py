@@ -82,7 +82,7 @@ def _verdict(
     if "silu" in layer.operation:
         shape += ", with its activation" + " in vLLM" * (not is_activated_in_sglang)
     if has_block_scales(layer.operation):
-        shape += ", FP8 with scales of blocks (in vLLM)"
+        shape += ", FP8 with scales of blocks (in vLLM, with fuse_linear on)"
     if layer.why_not:
         return f"{shape}: the engine's: {layer.why_not}"
     if options.fuse_linear != "auto":
@@ -94,7 +94,9 @@ def _verdict(
 def _known(layer: Layer, table: TuningTable, limits: _core.Limits, options: EngineOptions) -> str:
     """Return what an engine would do with the layer, with pdl on."""
     key = layer.operation, layer.outputs, layer.inputs, True
-    if options.tune_at_start != 0 and all(row.layer() != key for row in table.layers):
+    # Engines measure layers with block scales only with fuse_linear on.
+    is_measured = options.tune_at_start != 0 and not has_block_scales(layer.operation)
+    if is_measured and all(row.layer() != key for row in table.layers):
         return "measured at start"
     by = table.layers, options.replace(pdl=True), limits, layer.operation, layer.outputs, layer.inputs
     preferred = [tokens for tokens in range(1, _core.linear_max_tokens + 1) if is_preferred(*by, tokens)]

@@ -108,12 +108,12 @@ def test_a_model_that_no_table_has(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         (
             {"quantization_config": {"quant_method": "fp8", "weight_block_size": [128, 128]}},
             "o_proj",
-            "4096 x 2048, FP8 with scales of blocks (in vLLM): measured",
+            "4096 x 2048, FP8 with scales of blocks (in vLLM, with fuse_linear on): not known",
         ),
         (
             {"quantization_config": {"quant_method": "fp8", "weight_block_size": [128, 128]}},
             "gate_up_proj",
-            "7168 x 4096, with its activation in vLLM, FP8 with scales of blocks (in vLLM): measured",
+            "7168 x 4096, with its activation in vLLM, FP8 with scales of blocks (in vLLM, with fuse_linear on)",
         ),
         (
             {"quantization_config": {"quant_method": "fp8", "weight_block_size": [64, 128]}},
@@ -148,7 +148,9 @@ def test_layers_with_scales_of_blocks_are_served_in_vllm_alone(tmp_path: Path) -
     assert {layer.why_not for layer in of_sglang} == {"FP8 with scales of blocks"}
     options = EngineOptions.load({}, tune_at_start=0)
     found = model_verdicts.report(str(tmp_path), 2, options)["down_proj"]
-    assert found.endswith(f"(in vLLM): not known to be faster on {H100}, not known to be faster on {H200}")
+    assert found.endswith(
+        f"(in vLLM, with fuse_linear on): not known to be faster on {H100}, not known to be faster on {H200}"
+    )
 
 
 def test_gemma_3_leaves_out_what_is_usual(tmp_path: Path) -> None:

@@ -450,7 +450,7 @@ class LlmCommCommunicator(CudaCommunicator):  # type: ignore[misc]
         if why_not is None:
             why_not = self._objection(fusion.why_not_linear(), "linear layers")
         if why_not is None:
-            layers = configuration.layers(self.world_size)
+            layers = configuration.layers(self.world_size, options_of(communicator))
             found = layer_tuning.tune(communicator, self.cpu_group, layers, logger)
             why_not = linear.why_not_preferred(communicator)
         if why_not is None:

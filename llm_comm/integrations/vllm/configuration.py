@@ -158,7 +158,7 @@ def _is_known_to_gain(config: EngineOptions, device: torch.device, rows: Sequenc
     measures = layer_tuning.budget_s(config, device) > 0 and limits.compute_capability >= _FIRST_WITH_PDL
     return any(
         measures or is_preferred(rows, config, limits, layer.operation, layer.outputs, layer.inputs, tokens=1)
-        for layer in layers(world_size)
+        for layer in layers(world_size, config)
     )
 
 
@@ -172,11 +172,15 @@ def _outputs_before_norms() -> int | None:
         return None
 
 
-def layers(world_size: int) -> tuple[Layer, ...]:
+def layers(world_size: int, config: EngineOptions) -> tuple[Layer, ...]:
     """Return the linear layers of the current model that llm_comm can compute on one rank, according to the model's
-    config.json. The layers themselves need not exist yet."""
+    config.json. The layers themselves need not exist yet.
+
+    FP8 layers with block scales count only if the operator sets ``fuse_linear``: no engine has run with them on a GPU.
+    """
     found = model()
-    layers = () if found is None else layers_to_measure(found, world_size)
+    blocks = config.fuse_linear is True
+    layers = () if found is None else layers_to_measure(found, world_size, with_block_scales=blocks)
     return tuple(layer for layer in layers if not layer.why_not)
 
 

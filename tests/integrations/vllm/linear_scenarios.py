@@ -42,7 +42,7 @@ from vllm.model_executor.layers.linear import ReplicatedLinear, RowParallelLinea
 from llm_comm.config import EngineOptions
 from llm_comm.errors import ConfigError
 from llm_comm.integrations.layer_tuning import LayerBench
-from llm_comm.integrations.vllm.configuration import choose_pdl
+from llm_comm.integrations.vllm.configuration import choose_pdl, layers
 from llm_comm.planning.catalogue import find_table, table_text
 from llm_comm.planning.layers import LayerRow
 from llm_comm.runtime.devices import make_limits
@@ -224,6 +224,18 @@ def dependent_launches_come_with_layers_that_will_be_measured() -> None:
         with set_current_vllm_config(config), by_limits:
             chosen = choose_pdl(EngineOptions.load(**options), torch.device("cpu"), 2)
         assert chosen.pdl is expected, (options, chosen)
+
+
+@scenario(smoke=True)
+def layers_with_block_scales_are_measured_only_if_the_operator_asks() -> None:
+    config = decoder()
+    config.model_config.quantization = "fp8"
+    of_blocks = {"quant_method": "fp8", "weight_block_size": [128, 128]}
+    config.model_config.hf_config.to_dict.return_value["quantization_config"] = of_blocks
+    with set_current_vllm_config(config):
+        assert layers(2, EngineOptions.load()) == ()
+        (asked,) = layers(2, EngineOptions.load(fuse_linear=True))
+    assert (asked.name, asked.operation) == ("o_proj", "linear_fp8_blocks")
 
 
 # ---- What is not ----------------------------------------------------------------------------------------------------
