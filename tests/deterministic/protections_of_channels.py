@@ -105,7 +105,7 @@ OF_CHANNELS = (
     ),
     # ---- Staging memory ----
     Protection(
-        "hb_stages",
+        "hb_turns",
         "there are twice as many buffers as steps that a block is ahead",
         (Edit(STEP_PIPELINE, "stages_(2 * depth)", "stages_(WITHOUT ? depth : 2 * depth)"),),
         failure=WRONG_RESULT,
@@ -148,7 +148,7 @@ OF_CHANNELS = (
         failure=f"{WRONG_RESULT}|is not reset to the sentinel",  # the mask, where it comes later
     ),
     Protection(
-        "bytes_reset_mask",
+        "bytes_re_arm_mask",
         "R2: a mask is reset to the sentinel",
         (Edit(BYTES, "store_relaxed(incoming, kSentinel);", "if (!WITHOUT) store_relaxed(incoming, kSentinel);"),),
         failure="|".join((WRONG_RESULT, "is not reset to the sentinel", HANGS)),

@@ -83,7 +83,7 @@ OF_COPIES = (
     ),
     # ---- In the stream ----
     Protection(
-        "entry_barrier_of_copies",
+        "meeting_before_copies",
         "copies begin when all ranks have said that their tensors may be written",
         (
             # As below: the grid counts itself all the same.

@@ -64,12 +64,12 @@ OF_OPERATIONS = (
         exempt={**NO_SLOT, **ONE_SLOT},
     ),
     Protection(
-        "reset",
+        "re_arm",
         "R2: a received line is reset to the sentinel",
         Everywhere((r"session\.reset(_of)?\(", r"if (!WITHOUT) session.reset\1(")),
     ),
     Protection(
-        "reset_after_receive",
+        "re_arm_after_receive",
         "a line is reset to the sentinel after it has been received, not before",
         (
             Edit(

@@ -108,7 +108,7 @@ OF_PORTS = (
         subjects=ALL,
     ),
     Protection(
-        "local_completion_after_puts",
+        "echo_behind_puts",
         "local completion is notified when earlier puts have left their source",
         (
             Edit(
@@ -213,7 +213,7 @@ OF_PORTS = (
         with_others=True,
     ),
     Protection(
-        "local_completion_before_sum",
+        "echo_before_sum",
         "in place, a chunk is summed when it has left its source",
         (
             Edit(

@@ -193,7 +193,7 @@ OF_SWITCH = (
     ),
     # ---- Staging memory ----
     Protection(
-        "switch_stages",
+        "switch_turns",
         "there are twice as many buffers as steps that a block is ahead",
         (Edit(SWITCH_CHUNKS, "stages_(2 * depth)", "stages_(WITHOUT ? depth : 2 * depth)"),),
         failure=WRONG_RESULT,

@@ -43,7 +43,7 @@ OF_SYMMETRIC = (
         subjects=SUBJECTS,
     ),
     Protection(
-        "offset_of_the_peer",
+        "place_of_the_peer",
         "where a tensor of a peer lies follows from what that rank says",
         (Edit(DIRECT, "said = rank == comm_.rank ? own :", "said = rank == comm_.rank || WITHOUT ? own :"),),
         failure=_WRONG,

@@ -200,7 +200,7 @@ def test_every_algorithm_has_controls_of_what_all_rely_on() -> None:
     """Without a word about it in the protections; the example of an algorithm of one's own too."""
     of_all = {"stop_after_an_error"}
     of_blocks = {"one_number_per_operation", "tickets"}
-    of_lines = {"arrive_last", "dependency_wait", "reset_after_receive", "second_slot", "sends_nothing_in_vain"}
+    of_lines = {"arrive_last", "dependency_wait", "re_arm_after_receive", "second_slot", "sends_nothing_in_vain"}
     of_signals = {"hb_dependency_wait", "hb_operation_number"}
     of_ports = {"port_dependency_wait", "proxy_order", "room_in_the_fifo", "signal_behind_puts"}
     for algorithm in controls.ALGORITHMS:

@@ -267,7 +267,7 @@ def test_an_exit_is_an_error_for_those_who_want_it_so(
     told, _ = mortal_ranks.run(2, outlive_with_callback, loss, exits, drops, dying=[1])
     assert len(told) == is_told
     for text in told:
-        why = "rank 0: the process of rank 1 has exited without closing its communicator. This one cannot be used any "
+        why = "rank 0: the process of rank 1 has exited without closing its communicator. This one can no longer "
         assert unnamed(text).startswith(why)
         assert "  rank 1 (global rank 1, pid " in text
 
