@@ -82,7 +82,7 @@ def test_lines_of_prose_are_not_too_long(page: Path) -> None:
     assert [line for line in lines(page) if len(line) > LONGEST_PROSE_LINE and not line.lstrip().startswith("|")] == []
 
 
-_SOURCE = re.compile(r"`((?:\w+/)+\w+\.(?:py|cuh|cu|h|cpp|def|cmake))`")
+_SOURCE = re.compile(r"`((?:\w+/)+\w+\.(?:py|cuh|cu|h|cpp|def|cmake)|test_\w+\.py)`")
 #: Pages that name sources of engines too, or those of the day.
 _NAMES_OTHER_SOURCES = ("docs/engines/vllm.md", "docs/engines/sglang.md", "docs/experiments/")
 
