@@ -1,5 +1,5 @@
-// Kernel that writes a mark into the header of every peer's workspace, to prove at set-up that the mappings carry
-// stores.
+// Kernel that writes a mark into the header of every peer's workspace, to prove at set-up that stores through
+// the mappings arrive.
 #pragma once
 
 #include "llm_comm/operation.cuh"

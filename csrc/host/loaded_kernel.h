@@ -11,7 +11,7 @@ namespace llm_comm::host {
 
 class LoadedKernel {
  public:
-  // Never closes the library: an abandoned grid may leave fibers in it. Throws std::runtime_error if `library` is not a
+  // Never closes the library: fibers of an aborted grid may still be suspended in its code. Throws std::runtime_error if `library` is not a
   // shared library, or its kernel does not take one parameter of `parameter_bytes` bytes.
   LoadedKernel(const std::string& library, const std::string& kernel, uint32_t parameter_bytes) {
     void* const handle = dlopen(library.c_str(), RTLD_NOW | RTLD_LOCAL);

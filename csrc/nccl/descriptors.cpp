@@ -202,7 +202,7 @@ class Run {
       if (!from) {
         if (errno == EINTR || errno == ECONNABORTED) continue;
         if (errno == EAGAIN) return;
-        if (has_no_room(errno) && drop_silent()) continue;
+        if (is_out_of_resources(errno) && drop_silent()) continue;
         fail_with_errno(kWhat);
       }
       if (peer_of(from.fd()).uid == geteuid()) listen_to(std::move(from));

@@ -95,7 +95,7 @@ class Hub {
       if (!socket) {
         const int error = errno;
         if (error == EINTR || error == ECONNABORTED) continue;
-        if (has_no_room(error)) {
+        if (is_out_of_resources(error)) {
           if (evict_unidentified()) continue;
           // Wait until descriptors become free: poll() would report the same connection again immediately.
           std::this_thread::sleep_for(std::chrono::milliseconds(5));

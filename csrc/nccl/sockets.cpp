@@ -28,7 +28,9 @@ void fail_with_errno(const std::string& what) {
   throw Failure(ncclSystemError, what + ": " + std::strerror(error));
 }
 
-bool has_no_room(int error) { return error == EMFILE || error == ENFILE || error == ENOBUFS || error == ENOMEM; }
+bool is_out_of_resources(int error) {
+  return error == EMFILE || error == ENFILE || error == ENOBUFS || error == ENOMEM;
+}
 
 void wait_until_ready(int fd, short events, const Deadline& deadline, const char* what) {
   for (;;) {

@@ -2,6 +2,7 @@
 #pragma once
 
 #include <chrono>
+#include <cstddef>
 #include <string>
 #include <utility>
 
@@ -46,7 +47,7 @@ void receive_all(int fd, void* data, size_t bytes, const Deadline& deadline, con
 [[noreturn]] void fail_with_errno(const std::string& what);
 
 // True if an errno means that file descriptors or memory for another connection are exhausted.
-bool has_no_room(int error);
+bool is_out_of_resources(int error);
 
 // Fills with bytes from the kernel's random generator.
 void fill_randomly(void* data, size_t bytes);

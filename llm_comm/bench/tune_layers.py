@@ -29,7 +29,8 @@ def measure(
     silu: bool = False,
     fp8: bool = False,
 ) -> list[linear_report.LayerRow]:
-    """Time cuBLAS and the tilings of llm_comm's kernel in chains of layers. Collective: the slowest rank counts.
+    """Time cuBLAS and the tilings of llm_comm's kernel in chains of that layer alone. Collective: the slowest
+    rank counts.
 
     Args:
         comm: Communicator. Its option ``pdl`` decides whether kernels are dependent launches.

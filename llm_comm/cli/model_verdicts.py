@@ -86,12 +86,13 @@ def _verdict(
     if layer.why_not:
         return f"{shape}: the engine's: {layer.why_not}"
     if options.fuse_linear != "auto":
-        return f"{shape}: {'served, up to 64 tokens' if options.fuse_linear else 'served, but fuse_linear is off'}"
-    found = ", ".join(f"{_known(layer, *known, options)} on {name}" for name, known in tables.items())
+        served = f"served, up to {_core.linear_max_tokens} tokens"
+        return f"{shape}: {served if options.fuse_linear else 'served, but fuse_linear is off'}"
+    found = ", ".join(f"{_auto_verdict(layer, *known, options)} on {name}" for name, known in tables.items())
     return f"{shape}: {found}"
 
 
-def _known(layer: Layer, table: TuningTable, limits: _core.Limits, options: EngineOptions) -> str:
+def _auto_verdict(layer: Layer, table: TuningTable, limits: _core.Limits, options: EngineOptions) -> str:
     """Return what an engine would do with the layer, with pdl on."""
     key = layer.operation, layer.outputs, layer.inputs, True
     # Engines measure layers with block scales only with fuse_linear on.

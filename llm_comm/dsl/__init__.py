@@ -11,7 +11,7 @@ from llm_comm.dsl.checks import check
 from llm_comm.dsl.compiled import Compiled, compile
 from llm_comm.dsl.errors import Fault, ProgramError, ScheduleError
 from llm_comm.dsl.ir import Absolute, Rank, Relative
-from llm_comm.dsl.programs import ProgramText, program, register
+from llm_comm.dsl.programs import ProgramDefinition, program, register
 from llm_comm.dsl.rendering import describe, draw
 from llm_comm.dsl.schedules import Explored, explore
 
@@ -22,8 +22,8 @@ __all__ = [
     "Compiled",
     "Explored",
     "Fault",
+    "ProgramDefinition",
     "ProgramError",
-    "ProgramText",
     "Rank",
     "Relative",
     "ScheduleError",

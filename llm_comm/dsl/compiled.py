@@ -10,7 +10,7 @@ from llm_comm.communicator import Communicator
 from llm_comm.dsl import ir, programs
 from llm_comm.dsl.checks import check as check_program
 from llm_comm.dsl.kernel import Kernel, Site, load_kernel
-from llm_comm.dsl.programs import ProgramText
+from llm_comm.dsl.programs import ProgramDefinition
 from llm_comm.errors import UnsupportedInputError, quoted
 from llm_comm.operations.operands import Operands, check_memory, check_unwatched, count_write, why_not_buffer
 from llm_comm.operations.operation import keep, within_range
@@ -100,7 +100,7 @@ class Compiled:
         try:
             is_enqueued = run(x.data_ptr(), out.data_ptr(), self._stream())
         except RuntimeError as error:
-            self._site.handle.end_for(error)
+            self._site.handle.end_after_launch_error(error)
             raise
         count_write(written)
         if not is_enqueued:
@@ -149,7 +149,7 @@ class Compiled:
 
 
 def compile(
-    program: ir.Program | ProgramText,
+    program: ir.Program | ProgramDefinition,
     comm: Communicator,
     *,
     dtype: torch.dtype,
@@ -161,7 +161,7 @@ def compile(
     """Compile a program to one kernel, for a dtype and all sizes up to ``max_bytes``. Collective.
 
     Args:
-        program: Program to compile. A ``ProgramText`` is built for the world of ``comm``.
+        program: Program to compile. A ``ProgramDefinition`` is built for the world of ``comm``.
         comm: Communicator whose ranks run it.
         dtype: Dtype of the elements. Sums need bfloat16, float16 or float32.
         max_bytes: Largest message in bytes: the larger of input and output. Workspace memory grows with it.
@@ -191,7 +191,7 @@ def compile(
     site = Site(comm._handle, comm._heap)
 
     def make() -> Kernel:
-        traced = program.build(comm.world_size) if isinstance(program, ProgramText) else program
+        traced = program.build(comm.world_size) if isinstance(program, ProgramDefinition) else program
         if not isinstance(traced, ir.Program):
             raise ValueError(f"dsl.compile takes what dsl.program has made of a function, not {quoted(traced)}")
         if traced.world != comm.world_size:

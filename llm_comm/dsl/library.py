@@ -226,7 +226,7 @@ def broadcast_ll(p: dsl.Builder) -> None:
 
 
 #: All programs of the library.
-PROGRAMS: tuple[dsl.ProgramText, ...] = (
+PROGRAMS: tuple[dsl.ProgramDefinition, ...] = (
     one_shot_ll,
     one_shot_hb,
     two_shot_ll,

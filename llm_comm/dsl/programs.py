@@ -14,14 +14,14 @@ from llm_comm.errors import ConfigError, quoted
 from llm_comm.registry import PROGRAM_PREFIX, is_program, why_not_a_name, why_not_known
 
 #: Function that ``program`` decorates.
-Text = Callable[[Builder], None]
+Definition = Callable[[Builder], None]
 #: Operations whose communicator method can run a registered program.
 OPERATIONS = (Operation.ALL_REDUCE, Operation.ALL_GATHER, Operation.REDUCE_SCATTER)
 
-_registered: dict[str, ProgramText] = {}
+_registered: dict[str, ProgramDefinition] = {}
 
 
-class ProgramText:
+class ProgramDefinition:
     """Program for any world that its function supports; made by ``dsl.program``.
 
     Attributes:
@@ -34,7 +34,7 @@ class ProgramText:
         ValueError: The argument is no function, or the function's name is not printable.
     """
 
-    def __init__(self, text: Text, operation: Operation, root: int, instances: int) -> None:
+    def __init__(self, text: Definition, operation: Operation, root: int, instances: int) -> None:
         if not (inspect.isfunction(text) or inspect.ismethod(text)):
             raise ValueError(f"dsl.program takes a function, not {quoted(text)}: wrap it in one")
         why = why_not_a_name(text.__name__)
@@ -79,7 +79,9 @@ class ProgramText:
         return builder.finish(self.name, self.operation, self.instances, where)
 
 
-def program(operation: str | Operation, *, root: int = 0, instances: int = 1) -> Callable[[Text], ProgramText]:
+def program(
+    operation: str | Operation, *, root: int = 0, instances: int = 1
+) -> Callable[[Definition], ProgramDefinition]:
     """Decorate a function that takes a ``Builder``, and make it a program.
 
     Args:
@@ -94,10 +96,10 @@ def program(operation: str | Operation, *, root: int = 0, instances: int = 1) ->
     if instances < 1:
         raise ValueError(f"instances={instances}: it is at least 1")
     known = Operation(operation)
-    return lambda text: ProgramText(text, known, root, instances)
+    return lambda text: ProgramDefinition(text, known, root, instances)
 
 
-def register(program: ProgramText) -> ProgramText:
+def register(program: ProgramDefinition) -> ProgramDefinition:
     """Register a program as ``dsl:NAME`` for communicators that this process makes afterwards.
 
     Every rank must register the same programs. ``Config.dsl`` registers its programs itself.
@@ -113,7 +115,7 @@ def register(program: ProgramText) -> ProgramText:
         ValueError: ``program`` has another operation, its name has characters that options cannot hold, or another
             program has the name.
     """
-    if not isinstance(program, ProgramText):
+    if not isinstance(program, ProgramDefinition):
         raise ValueError(f"register takes what dsl.program has made of a function, not a {type(program).__name__}")
     if program.operation not in OPERATIONS:
         raise ValueError(
@@ -131,7 +133,7 @@ def register(program: ProgramText) -> ProgramText:
     return program
 
 
-def name_of(program: ProgramText | Program) -> str:
+def name_of(program: ProgramDefinition | Program) -> str:
     """Return the name of a program in options and tables."""
     return f"{PROGRAM_PREFIX}{program.name}"
 
@@ -141,7 +143,7 @@ def registered() -> tuple[str, ...]:
     return tuple(sorted(_registered))
 
 
-def find(name: str) -> ProgramText:
+def find(name: str) -> ProgramDefinition:
     """Return the program that is registered under ``name``.
 
     Raises:
@@ -153,7 +155,7 @@ def find(name: str) -> ProgramText:
     return _registered[name]
 
 
-def register_all(names: str) -> tuple[ProgramText, ...]:
+def register_all(names: str) -> tuple[ProgramDefinition, ...]:
     """Import and register the programs of option ``dsl``.
 
     Args:
@@ -165,7 +167,7 @@ def register_all(names: str) -> tuple[ProgramText, ...]:
     return tuple(register_one(name.strip()) for name in names.split(","))
 
 
-def of_option(config: Config) -> dict[str, ProgramText]:
+def of_option(config: Config) -> dict[str, ProgramDefinition]:
     """Register the programs that option ``dsl`` names. Return them by their names in options and tables.
 
     Raises:
@@ -184,7 +186,7 @@ def origin(config: Config) -> str:
     return f"option dsl ({config.origins.get('dsl', 'Python')})"
 
 
-def register_one(name: str) -> ProgramText:
+def register_one(name: str) -> ProgramDefinition:
     """Import and register one program, see ``register_all``."""
     module_name, _, attribute = name.partition(":")
     try:
@@ -193,8 +195,8 @@ def register_one(name: str) -> ProgramText:
     except (Exception, SystemExit) as error:
         raise ConfigError(f"{name}: cannot import {module_name}: {type(error).__name__}: {error}") from error
     found = getattr(module, attribute, None)
-    if not isinstance(found, ProgramText):
-        have = [key for key, value in vars(module).items() if isinstance(value, ProgramText)]
+    if not isinstance(found, ProgramDefinition):
+        have = [key for key, value in vars(module).items() if isinstance(value, ProgramDefinition)]
         raise ConfigError(f"{name}: {why_not_known('program', attribute, have)}")
     try:
         return register(found)

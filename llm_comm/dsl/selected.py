@@ -14,7 +14,7 @@ from llm_comm.dsl.checks import check
 from llm_comm.dsl.compiler.analysis import works_in_part, works_in_place
 from llm_comm.dsl.compiler.runs import runs_of
 from llm_comm.dsl.kernel import ProgramKernels, Site
-from llm_comm.dsl.programs import ProgramText
+from llm_comm.dsl.programs import ProgramDefinition
 from llm_comm.dsl.rendering import digest
 from llm_comm.errors import ConfigError, LlmCommError
 from llm_comm.planning.programs import Kernels, check_rows, named_by
@@ -115,7 +115,7 @@ def why_not_selectable(program: ir.Program, config: Config) -> str:
     return ""
 
 
-def examine(text: ProgramText, world: int, config: Config) -> tuple[ir.Program, str]:
+def examine(text: ProgramDefinition, world: int, config: Config) -> tuple[ir.Program, str]:
     """Return a program for a world, and why the communicator's method of its operation cannot run it, or "".
 
     Raises:
@@ -202,7 +202,7 @@ def listed(config: Config, world: int, with_library: bool) -> list[Listed]:
     ]
 
 
-def _why_not(text: ProgramText, world: int, config: Config) -> str:
+def _why_not(text: ProgramDefinition, world: int, config: Config) -> str:
     try:
         return examine(text, world, config)[1]
     except ConfigError as error:

@@ -2,7 +2,7 @@
 
 The fused norms of vLLM (``compilation/passes/fusion/allreduce_rms_fusion.py``) and of SGLang
 (``layers/flashinfer_comm_fusion.py``) end in this public function. In an engine release that was not tested llm_comm
-leaves the engine's own functions alone, and only this seam is used.
+replaces none of the engine's functions, and this one alone.
 
 A call identifies its group by a FlashInfer workspace. ``note_group`` writes the group's ranks into each new workspace.
 ``around_fusion`` serves a call if its group was registered with ``serve``, and if llm_comm supports its pattern,
@@ -75,9 +75,9 @@ def leave_group(group: dist.ProcessGroup) -> None:
     _served.pop(tuple(dist.get_process_group_ranks(group)), None)
 
 
-def note_group(theirs: Any, *args: Any, **kwargs: Any) -> Any:
+def note_group(original: Any, *args: Any, **kwargs: Any) -> Any:
     """Call FlashInfer's function that makes a workspace, and write the group's ranks into the workspace."""
-    workspace = theirs(*args, **kwargs)
+    workspace = original(*args, **kwargs)
     group = kwargs.get("group")
     if isinstance(group, dist.ProcessGroup):
         # A class may refuse new attributes. FlashInfer then computes the calls of its workspaces.
@@ -86,11 +86,11 @@ def note_group(theirs: Any, *args: Any, **kwargs: Any) -> Any:
     return workspace
 
 
-def around_fusion(theirs: Any, *args: Any, **kwargs: Any) -> Any:
+def around_fusion(original: Any, *args: Any, **kwargs: Any) -> Any:
     """Replacement of ``flashinfer.comm.allreduce_fusion``: compute the call by llm_comm, else by FlashInfer."""
     # Engines pass keyword arguments. Positional ones are left to FlashInfer: their order may change with a release.
     result = None if args else _by_llm_comm(kwargs)
-    return theirs(*args, **kwargs) if result is None else result
+    return original(*args, **kwargs) if result is None else result
 
 
 def _by_llm_comm(call: dict[str, Any]) -> torch.Tensor | None:

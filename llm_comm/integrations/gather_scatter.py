@@ -13,8 +13,8 @@ from llm_comm.errors import UnsupportedInputError
 from llm_comm.integrations.engine_config import options_of
 from llm_comm.integrations.members import Member
 
-#: Log line of rank 0 for the first call of each engine method, and for the first call with shards of different sizes.
-#: The start line alone does not prove that anything is gathered. Values: method, group, ranks, shape, sizes.
+#: Log line of global rank 0 for the first call of each engine method, and for the first call with shards of different
+#: sizes. The start line alone does not prove that anything is gathered. Values: method, group, ranks, shape, sizes.
 FIRST_CALL = "llm_comm: first %s of group %s (%d ranks, shape %s%s)"
 
 
@@ -133,7 +133,13 @@ class EngineGatherScatter:
 
 
 class _Operation(NamedTuple):
-    """Methods of a communicator for one operation: must succeed; query; may decline."""
+    """Methods of a communicator for one operation.
+
+    Attributes:
+        run: Compute the call, or raise.
+        accepts: Return whether the call is served.
+        attempt: Compute the call, or return None if it is declined.
+    """
 
     run: Callable[..., Any]
     accepts: Callable[..., bool]

@@ -18,7 +18,8 @@ Scales = tuple[torch.Tensor, torch.Tensor]
 
 #: Log lines of the first layer of each kind, once on rank 0. Arguments: number of ranks, shape of x, shape of the
 #: weight. They show that a layer was really computed by llm_comm, which setup alone does not.
-#: This one: a layer fused with its all-reduce and norm.
+#:
+#: First layer fused with its all-reduce and norm.
 FIRST_FUSED_LINEAR = (
     "llm_comm: first linear layer fused with its all-reduce and RMSNorm (%d ranks, shape %s, weight %s)"
 )
@@ -55,7 +56,7 @@ def why_not_any(communicator: Communicator) -> str | None:
     """Return why llm_comm computes no linear layers of decode steps, or None if it may. The same on all ranks."""
     config = communicator.config
     if config.batch_invariant_norm == "llm_comm":  # set only in batch-invariant mode
-        return f"batches of more than {_core.linear_max_tokens} tokens would be the engine's, with other bits"
+        return f"batches of more than {_core.linear_max_tokens} tokens would run the engine's kernel with other bits"
     if config.fuse_linear is False:
         return f"fuse_linear is false ({config.origins.get('fuse_linear', 'Python')})"
     return None if budget_s(options_of(communicator), communicator.device) > 0 else why_not_preferred(communicator)

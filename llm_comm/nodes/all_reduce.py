@@ -75,11 +75,11 @@ class AllReduceOverNodes(AllReduce):
         prepared = {
             size: (in_node.prepare(phases.scatter), in_node.prepare(phases.gather)) for size, phases in by_size.items()
         }
-        # the last gather counts the call
+        # Only the last gather increments the counter of calls.
         gathers_last = in_node.prepare(by_size[sizes[-1]].gather, counter)
         own_sizes = [by_size[size].slices[in_node.local_rank] for size in sizes]
         begins = [begin * dtype.itemsize for begin in accumulate(sizes[:-1], initial=0)]
-        beside = side if len(sizes) > 1 else IN_ORDER
+        exchanges = side if len(sizes) > 1 else IN_ORDER
 
         def run(x: int, out: int, stream: int) -> bool:
             def gather(chunk: int) -> bool:
@@ -89,13 +89,13 @@ class AllReduceOverNodes(AllReduce):
                 return gathers(address_of(slice_), out + begins[chunk], stream)
 
             exchanged: list[tuple[torch.Tensor, Callable[[], None]]] = []
-            with beside.joined():
+            with exchanges.joined():
                 for chunk, size in enumerate(sizes):
                     slice_ = hierarchy.empty(own_sizes[chunk], dtype)
                     scatters, _ = prepared[size]
                     if not scatters(x + begins[chunk], address_of(slice_), stream):
                         return False
-                    exchanged.append((slice_, beside.behind(partial(_add, exchange, slice_, how))))
+                    exchanged.append((slice_, exchanges.behind(partial(_add, exchange, slice_, how))))
                     if chunk > 0 and not gather(chunk - 1):
                         return False
                 return gather(len(sizes) - 1)

@@ -117,7 +117,7 @@ class AllReduce(Operation):
             raise
         except RuntimeError as error:
             check_memory("all_reduce", x=x, out=out)
-            self._handle.end_for(error)
+            self._handle.end_after_launch_error(error)
             raise
         if not is_enqueued:
             self._handle.check()

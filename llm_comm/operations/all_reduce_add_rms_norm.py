@@ -85,7 +85,7 @@ class AllReduceAddRmsNorm(Operation):
         except (RuntimeError, ValueError) as error:
             given = {"x": x, "residual": residual, "weight": weight, "scale": scale}
             check_memory("all_reduce_add_rms_norm", **given, out=out, residual_out=residual_out)
-            self._handle.end_for(error)
+            self._handle.end_after_launch_error(error)
             raise
         if not enqueued:
             self._handle.check()

@@ -100,7 +100,7 @@ class GenericOperation(Operation):
         try:
             is_enqueued = prepared.run(*addresses, self._current_stream())
         except (RuntimeError, ValueError) as error:
-            self._handle.end_for(error)
+            self._handle.end_after_launch_error(error)
             raise
         count_write([tensor for name in self._info.outputs if (tensor := buffers.get(name)) is not None])
         if not is_enqueued:

@@ -76,7 +76,7 @@ class LinearAllReduce:
         except (RuntimeError, ValueError) as error:
             given = {"x": x, "weight": weight, "out": out, "bias": bias}
             check_memory(PLAIN, **given, x_scale=x_scale, weight_scale=weight_scale)
-            self._handle.end_for(error)
+            self._handle.end_after_launch_error(error)
             raise
         return total
 
@@ -150,7 +150,7 @@ class LinearAllReduceAddRmsNorm:
             given = {"x": x, "linear_weight": linear_weight, "residual": residual, "norm_weight": norm_weight}
             given |= {"bias": bias, "x_scale": x_scale, "weight_scale": weight_scale}
             check_memory(WITH_NORM, **given, out=out, residual_out=residual_out, scale=scale)
-            self._handle.end_for(error)
+            self._handle.end_after_launch_error(error)
             raise
 
     def accepts(

@@ -93,7 +93,7 @@ class Operation:
             try:
                 run = core.prepare(*layout.launches, layout.direct, counter, direct_counter)
             except RuntimeError as error:
-                self._handle.end_for(error)
+                self._handle.end_after_launch_error(error)
                 raise
         elif layout.program is not None:
             run = layout.program(counter)

@@ -178,7 +178,7 @@ class ShardsOperation(Operation):
             raise
         except RuntimeError as error:
             check_memory(self.name, x=x, out=out)
-            self._handle.end_for(error)
+            self._handle.end_after_launch_error(error)
             raise
         if not is_enqueued:
             self._handle.check()

@@ -1,7 +1,7 @@
 """The operations as torch custom operators.
 
-Models that call them compile with ``fullgraph=True``, and torch's dispatcher handles tensors that are no plain ones,
-such as fake tensors. An operator names its communicator by a string, since a compiled graph holds no Python objects.
+Models that call them compile with ``fullgraph=True``, and torch's dispatcher handles tensor subclasses, such as fake
+tensors. An operator names its communicator by a string, since a compiled graph holds no Python objects.
 
 Collective calls in a compiled graph must run in the same order on all ranks. Each rank compiles for itself, and only
 data dependencies keep two nodes of a graph in order. Passes and schedulers may reorder independent calls, and their
@@ -112,7 +112,7 @@ def _order(before: _Node, call: _Node, later: list[_Node]) -> None:
 
 
 def _result_of(call: _Node) -> _Node:
-    """Return the result of a call, or the last one of several: it is the smallest, or has a long life anyway.
+    """Return the result of a call, or the last one of several, which is the smallest or lives long anyway.
 
     The choice matters because the dependency keeps the tensor alive until the next call.
     """
@@ -360,13 +360,13 @@ define(f"all_reduce(Tensor x, str communicator, {OPERAND}) -> Tensor", _all_redu
 torch.library.register_vmap("llm_comm::all_reduce", _all_reduce_of_batch, lib=_library)
 
 
-def _define_shards(name: str, length: Callable[[int, Sizes | None, int, int], int]) -> None:
+def _define_shards(name: str, result_length: Callable[[int, Sizes | None, int, int], int]) -> None:
     """Define the operator of all-gather or reduce-scatter.
 
     Args:
         name: Name of the operation.
-        length: Function that returns the result's size along the dimension, given the size of x, the sizes of shards,
-            the rank and the number of ranks.
+        result_length: Function that returns the result's size along the dimension, given the size of x, the sizes of
+            shards, the rank and the number of ranks.
     """
 
     def run(x: _Tensor, dim: int, sizes: Sizes | None, rank: int, world_size: int, *others: Any) -> _Tensor:
@@ -381,7 +381,7 @@ def _define_shards(name: str, length: Callable[[int, Sizes | None, int, int], in
 
     def fake(x: _Tensor, dim: int, sizes: Sizes | None, rank: int, world_size: int, *others: Any) -> _Tensor:
         shape = list(x.shape)
-        shape[dim] = length(shape[dim], sizes, rank, world_size)
+        shape[dim] = result_length(shape[dim], sizes, rank, world_size)
         return x.new_empty(shape)
 
     def of_batch(_info: Any, in_dims: Any, x: _Tensor, dim: int, *others: Any, after: _After = None) -> Any:

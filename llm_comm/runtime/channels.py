@@ -18,6 +18,8 @@ DEFAULT_BYTES = 1 << 20
 MAX_SEMAPHORES = 1 << 16
 #: Alignment in bytes of memory that kernels access: one 16-byte line.
 _ALIGNMENT = 16
+#: Alignment in bytes of the words of semaphores behind the channels.
+_SEMAPHORE_ALIGNMENT = 32
 
 
 class Channels:
@@ -29,7 +31,8 @@ class Channels:
 
     Attributes:
         memory: Symmetric tensor of this rank. The channels of the peers write to it and read from it.
-        semaphores: Number of semaphores of each pair of ranks for memory channels. Port channels have as many again.
+        semaphores: Number of semaphores of each pair of ranks for memory channels. Port channels have the same
+            number in addition.
     """
 
     def __init__(
@@ -68,11 +71,11 @@ def open_channels(
     """Implement ``Communicator.channels``. Collective."""
     rendezvous = heap.rendezvous_for("channels")
     said = rendezvous.collect("request for channels", lambda: _request(heap, handle, memory, semaphores, code))
-    check_alike(rendezvous.names, "have different code for channels", [request.pop("code") for request in said])
+    check_alike(rendezvous.names, "pass different kernel code for channels", [request.pop("code") for request in said])
     check_alike(rendezvous.names, "ask for different channels", [_in_words(request) for request in said])
     if memory is None:
         memory = heap.empty(DEFAULT_BYTES, torch.uint8)
-    head = -(-_core.bytes_of_channels() // _ALIGNMENT) * _ALIGNMENT * 2  # semaphore words are aligned to 32 bytes
+    head = -(-_core.bytes_of_channels() // _SEMAPHORE_ALIGNMENT) * _SEMAPHORE_ALIGNMENT
     private = heap.empty(head + _core.bytes_of_semaphores(rendezvous.world_size, semaphores), torch.uint8)
 
     core = handle.core()

@@ -61,8 +61,8 @@ def compare_ranks(rendezvous: Rendezvous, device: torch.device, config: Config) 
         [other["algorithms"] for other in everyone],
         to_do="install the same build for all of them (llm-comm algorithms lists what a build has)",
     )
-    check_alike(names, "have different kinds of device", [other["device"] for other in everyone])
-    check_alike(names, "have devices of different kinds", [other["limits"] for other in everyone])
+    check_alike(names, "have different device types", [other["device"] for other in everyone])
+    check_alike(names, "have GPUs with different limits", [other["limits"] for other in everyone])
     check_alike(
         names,
         "have different options",

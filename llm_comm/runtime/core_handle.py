@@ -59,7 +59,7 @@ class CoreHandle:
         self._watchdog = watchdog
         self._finalizers: list[weakref.finalize[..., CoreHandle]] = []
         self._stop_watching = None if watchdog is None else self.when_dropped(watchdog.abandon)
-        self._maker = os.getpid()
+        self._owner = os.getpid()
         _handles.add(self)
 
     def when_dropped(self, call: Callable[[], None]) -> weakref.finalize[..., CoreHandle]:
@@ -71,8 +71,8 @@ class CoreHandle:
     def leave_to_parent(self) -> None:
         """Refuse every call in a process that was forked from the owner of the communicator.
 
-        A call of the child would use up buffer indices that the parent and its peers count. This function takes no
-        lock: a thread of the parent may have held it when the process forked.
+        A call of the child would advance the call number, and the parent and its peers would disagree. This function
+        takes no lock: a thread of the parent may have held it when the process forked.
         """
         self.is_open = False
         for finalizer in self._finalizers:
@@ -82,7 +82,7 @@ class CoreHandle:
     @property
     def is_of_parent(self) -> bool:
         """True if this process was forked from the one that made the communicator."""
-        return self._maker != os.getpid()
+        return self._owner != os.getpid()
 
     def core(self) -> _core.Core:
         """Return the core.
@@ -114,7 +114,7 @@ class CoreHandle:
         if not self.is_open:
             if self.is_of_parent:
                 raise RuntimeError(
-                    f"this communicator belongs to process {self._maker}, and this is process {os.getpid()}, forked "
+                    f"this communicator belongs to process {self._owner}, and this is process {os.getpid()}, forked "
                     "from it: no rank waits for a call from here. Make a communicator in this process"
                 )
             replays = "; its operations in CUDA graphs do nothing" if self._is_in_graphs else ""
@@ -133,7 +133,7 @@ class CoreHandle:
         if error is not None:
             raise error
 
-    def end_for(self, error: RuntimeError | ValueError) -> None:
+    def end_after_launch_error(self, error: RuntimeError | ValueError) -> None:
         """End the communicator because an accepted operation could not be launched here, for lack of memory for
         example.
 

@@ -39,7 +39,7 @@ _MAX_SILENT = 64
 _NO_ROOM = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
 
 
-#: Bytes to read of a greeting; a greeting is shorter.
+#: Upper bound of a greeting's length in bytes.
 MAX_HELLO_BYTES = 256
 
 
@@ -148,7 +148,7 @@ class Exchange:
         if left <= 0:
             raise TimeoutError(self._what_is_missing())
         if self._outgoing is None and self._unsent:
-            self._call(self._unsent[0])
+            self._connect_and_send(self._unsent[0])
         wait_s = _RETRY_S if self._outgoing is None and self._unsent else left
         for number, _ in self._poll.poll(min(left, wait_s) * 1000):
             if number == self._server.fileno():
@@ -160,7 +160,7 @@ class Exchange:
 
     # ---- Sending ------------------------------------------------------------------------------------------------
 
-    def _call(self, peer: int) -> None:
+    def _connect_and_send(self, peer: int) -> None:
         """Connect to ``peer`` and send, or leave it to the next round if its queue is full."""
         name, secret = self._invitations[peer]
         connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_NONBLOCK)
@@ -265,7 +265,7 @@ class Exchange:
             return True
         self._received[sender] = descriptors[0]
         self._awaited.remove(sender)
-        with contextlib.suppress(OSError):  # a peer that has given up reports its error in the vote
+        with contextlib.suppress(OSError):  # a peer that gave up reports its error in the next step
             connection.send(_ANSWER)
         return True
 

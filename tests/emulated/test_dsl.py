@@ -24,7 +24,7 @@ from llm_comm.dsl.compiler.layout import sentinel_ranges
 from llm_comm.dsl.errors import CompileError
 from llm_comm.dsl.kernel import Kernel
 from llm_comm.dsl.library import all_gather_ll, all_to_all_ll, reduce_scatter_ll, two_shot_hb, two_shot_ll
-from llm_comm.dsl.programs import ProgramText
+from llm_comm.dsl.programs import ProgramDefinition
 
 pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="no g++")
 
@@ -243,7 +243,7 @@ def use_cache(directory: str) -> None:
     os.environ["LLM_COMM_CACHE_DIR"] = directory
 
 
-def sum_in_every_way(text: ProgramText, directory: str, dtypes: list[torch.dtype]) -> None:
+def sum_in_every_way(text: ProgramDefinition, directory: str, dtypes: list[torch.dtype]) -> None:
     use_cache(directory)
     with make_communicator() as comm:
         for dtype in dtypes:
@@ -296,15 +296,15 @@ def cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     ],
     ids=lambda value: getattr(value, "name", None),
 )
-def test_sums(ranks: RankPool, cache: str, text: ProgramText, world: int, dtypes: list[torch.dtype]) -> None:
+def test_sums(ranks: RankPool, cache: str, text: ProgramDefinition, world: int, dtypes: list[torch.dtype]) -> None:
     ranks.run(world, call_by_name, sum_in_every_way.__name__, text.name, cache, dtypes)
 
 
-TEXTS = [value for value in vars().values() if isinstance(value, ProgramText)]
+TEXTS = [value for value in vars().values() if isinstance(value, ProgramDefinition)]
 
 
 @pytest.mark.parametrize("text", TEXTS, ids=lambda text: text.name)
-def test_programs_are_correct(text: ProgramText) -> None:
+def test_programs_are_correct(text: ProgramDefinition) -> None:
     for world in (2, 3, 5):
         dsl.check(text.build(world))
 
@@ -314,7 +314,7 @@ def call_by_name(function: str, text: str, *arguments: Any) -> None:
     globals()[function](globals()[text], *arguments)
 
 
-def sum_special_values(text: ProgramText, directory: str) -> None:
+def sum_special_values(text: ProgramDefinition, directory: str) -> None:
     """Among them the sentinel of packets, which is a NaN; -0.0 stays where all ranks have it."""
     use_cache(directory)
     dtype = torch.bfloat16
@@ -330,11 +330,11 @@ def sum_special_values(text: ProgramText, directory: str) -> None:
 
 
 @pytest.mark.parametrize("text", [one_shot, two_shot_ll, two_shot_hb], ids=lambda text: text.name)
-def test_special_values(ranks: RankPool, cache: str, text: ProgramText) -> None:
+def test_special_values(ranks: RankPool, cache: str, text: ProgramDefinition) -> None:
     ranks.run(2, call_by_name, sum_special_values.__name__, text.name, cache)
 
 
-def sum_in_symmetric_memory(text: ProgramText, directory: str) -> None:
+def sum_in_symmetric_memory(text: ProgramDefinition, directory: str) -> None:
     use_cache(directory)
     with make_communicator() as comm:
         dtype = torch.float32
@@ -373,7 +373,7 @@ def any_bytes(count: int, dtype: torch.dtype, seed: int) -> torch.Tensor:
     return words.flatten()[:nbytes].clone().view(dtype)
 
 
-def move(text: ProgramText, directory: str, dtype: torch.dtype) -> None:
+def move(text: ProgramDefinition, directory: str, dtype: torch.dtype) -> None:
     use_cache(directory)
     with make_communicator() as comm:
         world, rank = comm.world_size, comm.rank
@@ -417,11 +417,11 @@ def move(text: ProgramText, directory: str, dtype: torch.dtype) -> None:
     ],
     ids=lambda value: getattr(value, "name", None),
 )
-def test_moves(ranks: RankPool, cache: str, text: ProgramText, world: int, dtype: torch.dtype) -> None:
+def test_moves(ranks: RankPool, cache: str, text: ProgramDefinition, world: int, dtype: torch.dtype) -> None:
     ranks.run(world, call_by_name, move.__name__, text.name, cache, dtype)
 
 
-def sum_parts(text: ProgramText, directory: str) -> None:
+def sum_parts(text: ProgramDefinition, directory: str) -> None:
     use_cache(directory)
     with make_communicator() as comm:
         world, dtype = comm.world_size, torch.bfloat16
@@ -539,7 +539,7 @@ def compile_what_differs(directory: str) -> None:
         is_odd = comm.rank == comm.world_size - 1
         options: dict[str, Any] = {"dtype": torch.float32, "max_bytes": MAX_BYTES, "threads": 8}
 
-        def error(text: ProgramText = one_shot, **changed: Any) -> str:
+        def error(text: ProgramDefinition = one_shot, **changed: Any) -> str:
             with pytest.raises(LlmCommError) as caught:
                 compile_program(text, comm, **{**options, **changed})
             texts: list[str] = [""] * comm.world_size
@@ -587,7 +587,7 @@ def test_ranks_compile_the_same_or_none_does(ranks: RankPool, cache: str) -> Non
     ranks.run(3, compile_what_differs, cache)
 
 
-def wait_for_a_silent_rank(text: ProgramText, directory: str) -> None:
+def wait_for_a_silent_rank(text: ProgramDefinition, directory: str) -> None:
     use_cache(directory)
     comm = make_communicator(timeout_s=2.0)
     compiled = compile_program(text, comm, dtype=torch.bfloat16, max_bytes=MAX_BYTES, threads=8)
@@ -604,5 +604,5 @@ def wait_for_a_silent_rank(text: ProgramText, directory: str) -> None:
 
 
 @pytest.mark.parametrize("text", [two_shot_ll, two_shot_hb, two_shot_by_ports], ids=lambda text: text.name)
-def test_a_silent_rank_is_named(ranks: RankPool, cache: str, text: ProgramText) -> None:
+def test_a_silent_rank_is_named(ranks: RankPool, cache: str, text: ProgramDefinition) -> None:
     ranks.run(3, call_by_name, wait_for_a_silent_rank.__name__, text.name, cache)

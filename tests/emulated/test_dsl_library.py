@@ -19,7 +19,7 @@ from llm_comm.dsl import ir, library
 from llm_comm.dsl.compiled import compile as compile_program
 from llm_comm.dsl.compiler.layout import sentinel_ranges
 from llm_comm.dsl.compiler.source import symmetric_spaces
-from llm_comm.dsl.programs import ProgramText
+from llm_comm.dsl.programs import ProgramDefinition
 
 pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="no g++")
 
@@ -35,7 +35,7 @@ def cache(tmp_path_factory: pytest.TempPathFactory) -> str:
     return str(tmp_path_factory.mktemp("cache"))
 
 
-def expected(comm: Communicator, text: ProgramText, inputs: list[torch.Tensor]) -> torch.Tensor:
+def expected(comm: Communicator, text: ProgramDefinition, inputs: list[torch.Tensor]) -> torch.Tensor:
     """What the operation returns on this rank, by the communicator's own operations where it has them."""
     own = inputs[comm.rank].clone()
     if text.operation is ir.Operation.ALL_REDUCE:

@@ -42,7 +42,7 @@ def cache(tmp_path_factory: pytest.TempPathFactory) -> object:
 
 
 @pytest.mark.parametrize(("text", "world"), WORLDS, ids=lambda value: getattr(value, "name", value))
-def test_programs_of_the_library_pass(text: dsl.ProgramText, world: int) -> None:
+def test_programs_of_the_library_pass(text: dsl.ProgramDefinition, world: int) -> None:
     schedules = FEW if world < 8 else 4
     explored = dsl.explore(text.build(world), schedules)
     assert explored.schedules == schedules
@@ -103,7 +103,7 @@ class Control:
     """
 
     name: str
-    text: dsl.ProgramText
+    text: dsl.ProgramDefinition
     world: int
     edit: Callable[[str], str]
     failure: str

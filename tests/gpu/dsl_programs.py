@@ -24,7 +24,7 @@ from llm_comm.dsl.compiled import Compiled
 from llm_comm.dsl.compiled import compile as compile_program
 from llm_comm.dsl.ir import Operation
 from llm_comm.dsl.library import PROGRAMS
-from llm_comm.dsl.programs import ProgramText
+from llm_comm.dsl.programs import ProgramDefinition
 
 #: They do not add in the order of the ranks: whole numbers, whose sums are exact, tell whether they add all.
 ADD_IN_ANOTHER_ORDER = ("ring_ll", "hierarchical_ll")
@@ -42,7 +42,7 @@ COUNTERPARTS = {
 }
 
 
-def draw(dice: random.Random, text: ProgramText, dtype: torch.dtype, most: int, ranks: Session) -> torch.Tensor:
+def draw(dice: random.Random, text: ProgramDefinition, dtype: torch.dtype, most: int, ranks: Session) -> torch.Tensor:
     """The input of this rank: of a size that all draw alike."""
     world = ranks.world
     parts = world if text.operation in (Operation.REDUCE_SCATTER, Operation.ALL_TO_ALL) else 1
@@ -56,7 +56,7 @@ def draw(dice: random.Random, text: ProgramText, dtype: torch.dtype, most: int, 
     return values.to(dtype).to(ranks.device)
 
 
-def expected(comm: Communicator, text: ProgramText, x: torch.Tensor, ranks: Session) -> torch.Tensor:
+def expected(comm: Communicator, text: ProgramDefinition, x: torch.Tensor, ranks: Session) -> torch.Tensor:
     """What the operation returns, by the communicator's own operations."""
     if text.operation is Operation.ALL_REDUCE:
         return comm.all_reduce(x)
@@ -71,7 +71,7 @@ def expected(comm: Communicator, text: ProgramText, x: torch.Tensor, ranks: Sess
     return torch.cat([row.chunk(ranks.world)[ranks.rank] for row in of_rank])
 
 
-def output_of(comm: Communicator, text: ProgramText, like: torch.Tensor) -> torch.Tensor | None:
+def output_of(comm: Communicator, text: ProgramDefinition, like: torch.Tensor) -> torch.Tensor | None:
     """Where a program stores whose peers write the output: symmetric memory."""
     if not any(buffer.is_symmetric and buffer.name == "output" for buffer in text.build(comm.world_size).buffers):
         return None
@@ -79,7 +79,7 @@ def output_of(comm: Communicator, text: ProgramText, like: torch.Tensor) -> torc
 
 
 def check(
-    text: ProgramText, compiled: Compiled, comm: Communicator, x: torch.Tensor, times: int, ranks: Session
+    text: ProgramDefinition, compiled: Compiled, comm: Communicator, x: torch.Tensor, times: int, ranks: Session
 ) -> int:
     """How many results were wrong, of eager calls and of replays of a graph."""
     due = expected(comm, text, x, ranks)
@@ -97,7 +97,7 @@ def check(
 
 
 def timed(
-    text: ProgramText, compiled: Compiled, comm: Communicator, like: Communicator, nbytes: int, ranks: Session
+    text: ProgramDefinition, compiled: Compiled, comm: Communicator, like: Communicator, nbytes: int, ranks: Session
 ) -> tuple[float, float, float]:
     """Microseconds of a message of so many bytes: of the program, of the algorithm of the same kind, which ``like``
     runs, and of what the communicator selects."""
@@ -125,7 +125,7 @@ def timed(
 
 
 def run_program(
-    text: ProgramText, options: argparse.Namespace, ranks: Session
+    text: ProgramDefinition, options: argparse.Namespace, ranks: Session
 ) -> tuple[int, int, float, list[list[object]]]:
     """Wrong results, results, seconds of the first compilation, and rows of times."""
     most = MOST_OF_EMULATED if not ranks.on_gpu else MOST_OF_SHARED if ranks.shares_gpu else MOST_BYTES

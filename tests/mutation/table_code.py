@@ -108,8 +108,8 @@ CODE: tuple[Mutant, ...] = (
     python(
         "ranks may have different kernels for channels",
         CHANNELS,
-        'check_alike(rendezvous.names, "have different code for channels",',
-        'check_alike(rendezvous.names, "have different code for channels", [0]) if 1 else check_alike("",',
+        'check_alike(rendezvous.names, "pass different kernel code for channels",',
+        'check_alike(rendezvous.names, "pass different kernel code for channels", [0]) if 1 else check_alike("",',
         "tests/emulated/test_channels.py -k different",
     ),
     python(

@@ -369,7 +369,7 @@ EDGES: tuple[Mutant, ...] = (
     python(
         "a call by name that is not launched ends nothing",
         GENERIC,
-        "self._handle.end_for(error)\n            raise",
+        "self._handle.end_after_launch_error(error)\n            raise",
         "raise",
         GENERIC_CALLS,
     ),

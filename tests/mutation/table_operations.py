@@ -354,7 +354,8 @@ OPERATIONS: tuple[Mutant, ...] = (
     python(
         "an operation that is not launched ends nothing",
         PLAIN,
-        '            check_memory("all_reduce", x=x, out=out)\n            self._handle.end_for(error)\n',
+        '            check_memory("all_reduce", x=x, out=out)\n'
+        "            self._handle.end_after_launch_error(error)\n",
         '            check_memory("all_reduce", x=x, out=out)\n',
         "tests/emulated/test_watchdog.py -k test_an_operation_that_is_not_launched",
     ),

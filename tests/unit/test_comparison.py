@@ -73,10 +73,10 @@ def test_what_ranks_may_differ_in() -> None:
     [
         (("version",), "0.0.9", "have different versions of llm_comm"),
         (("algorithms",), "0123456789ab", "have builds of llm_comm with different algorithms"),
-        (("device",), "cuda", "have different kinds of device"),
-        (("limits", "sm_count"), 78, "have devices of different kinds"),
-        (("limits", "max_cluster"), 8, "have devices of different kinds"),
-        (("limits", "compute_capability"), 80, "have devices of different kinds"),
+        (("device",), "cuda", "have different device types"),
+        (("limits", "sm_count"), 78, "have GPUs with different limits"),
+        (("limits", "max_cluster"), 8, "have GPUs with different limits"),
+        (("limits", "compute_capability"), 80, "have GPUs with different limits"),
         *(
             (("config", name), "another", "have different options")
             for name, option in OPTIONS.items()

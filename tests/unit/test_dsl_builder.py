@@ -69,7 +69,7 @@ def test_buffers_of_one_name_are_told_apart() -> None:
 @pytest.mark.parametrize(
     ("text", "parts"), [(two_shot_ll, [4, 4]), (all_gather_ll, [4, 4]), (reduce_scatter_ll, [4, 4])]
 )
-def test_chunks_are_measured_by_the_message(text: dsl.ProgramText, parts: list[int]) -> None:
+def test_chunks_are_measured_by_the_message(text: dsl.ProgramDefinition, parts: list[int]) -> None:
     """That of an all-gather is its output, that of a reduce-scatter its input."""
     assert [buffer.parts for buffer in text.build(world=4).buffers[:2]] == parts
 

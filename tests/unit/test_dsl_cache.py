@@ -65,7 +65,7 @@ def test_a_kernel_is_compiled_once(directory: Path, monkeypatch: pytest.MonkeyPa
     for other in ((SOURCE + "\n", "answer"), (SOURCE, "answer2")):
         with pytest.raises(AssertionError, match="compiled again"):
             cached_library(*other)
-    monkeypatch.setattr(cache, "_installed", lambda archive: "other headers")
+    monkeypatch.setattr(cache, "_digest_of_installation", lambda archive: "other headers")
     with pytest.raises(AssertionError, match="compiled again"):
         cached_library(SOURCE, "answer")
 
@@ -188,7 +188,7 @@ def refuse_in(directory: Path, error: OSError, options: dict[str, Any]) -> None:
 def test_a_process_that_does_not_end_is_not_waited_for(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     made([])
     the_file(directory).unlink()
-    monkeypatch.setattr(cache, "_PATIENCE_S", 0.1)
+    monkeypatch.setattr(cache, "_LOCK_WAIT_S", 0.1)
     (lock,) = directory.rglob("*.lock")
     with locked(lock):
         assert made([]) == b"code"

@@ -24,7 +24,7 @@ MARK = "# refused"
 @dataclass(frozen=True)
 class Broken:
     text: Text
-    program: dsl.ProgramText
+    program: dsl.ProgramDefinition
     fault: Fault
     message: str
     world: int
@@ -946,9 +946,9 @@ WORLDS = {"hierarchical_ll": (2, 4, 6, 8), "by_halving": (2, 4, 8)}
 @pytest.mark.parametrize(
     ("program", "world"),
     [(program, world) for program in CORRECT for world in WORLDS.get(program.name, range(2, 9))],
-    ids=lambda value: value.name if isinstance(value, dsl.ProgramText) else str(value),
+    ids=lambda value: value.name if isinstance(value, dsl.ProgramDefinition) else str(value),
 )
-def test_accepted(program: dsl.ProgramText, world: int) -> None:
+def test_accepted(program: dsl.ProgramDefinition, world: int) -> None:
     dsl.check(program.build(world))
 
 

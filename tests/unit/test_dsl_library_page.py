@@ -13,7 +13,7 @@ from llm_comm.dsl import ir, library
 from llm_comm.dsl.compiler.layout import lay_out
 from llm_comm.dsl.compiler.runs import runs_of
 from llm_comm.dsl.compiler.source import is_moved
-from llm_comm.dsl.programs import ProgramText
+from llm_comm.dsl.programs import ProgramDefinition
 
 DOCS = Path(__file__).parents[2] / "docs" / "reference"
 PAGE = (DOCS / "dsl.md").read_text(encoding="utf-8")
@@ -43,7 +43,7 @@ def memory_in_words(program: ir.Program) -> str:
 
 
 @pytest.mark.parametrize("text", library.PROGRAMS, ids=lambda text: text.name)
-def test_the_table_says_what_a_program_does(text: ProgramText) -> None:
+def test_the_table_says_what_a_program_does(text: ProgramDefinition) -> None:
     (row,) = re.findall(rf"^\| `{text.name}` \| (.*) \|$", PAGE, flags=re.MULTILINE)
     operation, _, *figures = row.split(" | ")
     assert operation == text.operation.value
@@ -54,7 +54,7 @@ def test_the_table_says_what_a_program_does(text: ProgramText) -> None:
 
 
 @pytest.mark.parametrize("text", library.PROGRAMS, ids=lambda text: text.name)
-def test_each_program_has_a_section_with_its_drawing(text: ProgramText) -> None:
+def test_each_program_has_a_section_with_its_drawing(text: ProgramDefinition) -> None:
     section = re.search(rf"^### `{text.name}`\n(.*?)(?=^##|\Z)", PAGE, flags=re.MULTILINE | re.DOTALL)
     assert section is not None
     ((world, file),) = re.findall(r"!\[\w+ of (\d) ranks\]\((.*?)\)", section[1])

@@ -13,7 +13,7 @@ from tables import limits_of, plain_row
 
 from llm_comm import Config, ConfigError, _core, dsl
 from llm_comm.dsl import library, programs
-from llm_comm.dsl.programs import ProgramText
+from llm_comm.dsl.programs import ProgramDefinition
 from llm_comm.dsl.selected import digest, why_not_selectable
 from llm_comm.integrations.descriptions import describe_plans
 from llm_comm.planning import catalogue
@@ -43,7 +43,7 @@ def _nothing_is_registered(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(programs, "_registered", {})
 
 
-def make(name: str = "mine", operation: str = "all_reduce", instances: int = 1) -> ProgramText:
+def make(name: str = "mine", operation: str = "all_reduce", instances: int = 1) -> ProgramDefinition:
     """A correct one-shot all-reduce, or what is called one of another operation."""
 
     def text(p: dsl.Builder) -> None:

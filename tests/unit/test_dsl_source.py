@@ -20,7 +20,7 @@ from llm_comm.dsl.compiler.schedule import Receive, schedule, stages_of
 from llm_comm.dsl.compiler.source import generate, is_moved, kernel_name
 from llm_comm.dsl.compiler.text import element_of
 from llm_comm.dsl.errors import CompileError
-from llm_comm.dsl.programs import ProgramText
+from llm_comm.dsl.programs import ProgramDefinition
 
 Text = Callable[[dsl.Builder], None]
 
@@ -421,7 +421,7 @@ def test_a_second_block_that_meets_comes_where_threads_have_many_lines() -> None
     ids=lambda value: getattr(value, "name", value),
 )
 def test_blocks_that_meet_share_a_multiprocessor_where_half_of_the_registers_do(
-    text: ProgramText, world: int, blocks_of_sm: int
+    text: ProgramDefinition, world: int, blocks_of_sm: int
 ) -> None:
     program = text.build(world)
     groups = runs_of(program)

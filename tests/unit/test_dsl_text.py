@@ -75,7 +75,7 @@ def elements(svg: str, kind: str, css_class: str) -> list[ElementTree.Element]:
 
 
 @pytest.mark.parametrize("program", PROGRAMS, ids=lambda program: program.name)
-def test_a_picture_has_a_lane_for_each_rank(program: dsl.ProgramText) -> None:
+def test_a_picture_has_a_lane_for_each_rank(program: dsl.ProgramDefinition) -> None:
     svg = dsl.draw(program.build(4))
     assert [lane.text for lane in elements(svg, "text", "lane")] == [f"rank {rank}" for rank in range(4)]
 

@@ -276,7 +276,7 @@ def what_goes_wrong(program: ir.Program, runs: int) -> Iterator[str]:
 
 @pytest.mark.parametrize("program", CORRECT, ids=lambda program: program.name)
 @pytest.mark.parametrize("world", [2, 4])
-def test_what_is_accepted_goes_right(program: dsl.ProgramText, world: int) -> None:
+def test_what_is_accepted_goes_right(program: dsl.ProgramDefinition, world: int) -> None:
     assert world in WORLDS.get(program.name, range(2, 9))
     assert list(what_goes_wrong(program.build(world), runs=8)) == []
 

@@ -26,7 +26,7 @@ def with_windows(*sizes: int) -> HeapLayout:
     return layout
 
 
-def test_an_empty_heap_has_no_room() -> None:
+def test_an_empty_heap_is_out_of_resources() -> None:
     assert HeapLayout().place(1) is None
 
 

@@ -307,7 +307,7 @@ def test_rows_of_bf16_give_no_layer_of_fp8_away() -> None:
     assert not everything.prefers_layer("linear_fp8", 64, 192, 1)
 
 
-def test_a_row_that_the_device_has_no_room_for_is_passed_over(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_row_that_the_device_is_out_of_resources_for_is_passed_over(caplog: pytest.LogCaptureFixture) -> None:
     core = mock.Mock()
     core.prepare_linear.side_effect = [ValueError("2 stages take 1 byte too many"), "a layer"]
     layers = Linear(mock.Mock(device=torch.device("cpu"), core=mock.Mock(return_value=core)), planner_of())

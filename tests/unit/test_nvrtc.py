@@ -20,7 +20,7 @@ from llm_comm.dsl.compiler.runs import runs_of
 from llm_comm.dsl.compiler.source import MAX_THREADS, generate, is_moved, kernel_name
 from llm_comm.dsl.compiler.text import element_of
 from llm_comm.dsl.library import PROGRAMS, all_gather_hb, two_shot_hb, two_shot_ll
-from llm_comm.dsl.programs import ProgramText
+from llm_comm.dsl.programs import ProgramDefinition
 
 REPOSITORY = Path(__file__).parents[2]
 sys.path.append(str(REPOSITORY / "tests" / "gpu"))
@@ -86,7 +86,7 @@ def test_kernels(name: str) -> None:
     assert name_of(name).encode() in compile_by_nvrtc(kernels()[name], ARCH)
 
 
-def source_of(text: ProgramText, world: int) -> str:
+def source_of(text: ProgramDefinition, world: int) -> str:
     """That of a program of the DSL's library, as for the blocks and threads of a GPU."""
     program = text.build(world)
     groups = runs_of(program)
@@ -97,13 +97,13 @@ def source_of(text: ProgramText, world: int) -> str:
 @needs_nvrtc
 @pytest.mark.parametrize("world", [2, 8])
 @pytest.mark.parametrize("text", PROGRAMS, ids=lambda text: text.name)
-def test_programs_of_the_dsl(text: ProgramText, world: int) -> None:
+def test_programs_of_the_dsl(text: ProgramDefinition, world: int) -> None:
     assert kernel_name(text.build(world)).encode() in compile_by_nvrtc(source_of(text, world), ARCH)
 
 
 @pytest.mark.skipif(nvcc_path() is None, reason="no nvcc")
 @pytest.mark.parametrize("text", [two_shot_ll, two_shot_hb, all_gather_hb], ids=lambda text: text.name)
-def test_programs_of_the_dsl_by_nvcc(text: ProgramText) -> None:
+def test_programs_of_the_dsl_by_nvcc(text: ProgramDefinition) -> None:
     assert kernel_name(text.build(4)).encode() in compile_by_nvcc(source_of(text, 4), ARCH)
 
 

@@ -40,8 +40,8 @@ class RmsNorm {
     bool exists;
   };
 
-  // Every thread of the block constructs one, before grid_dependency_wait(). `partials`: start of shared memory. The
-  // tiles of a row begin at multiples of tile_lines within each `span` of its lines.
+  // Every thread of the block constructs one, before grid_dependency_wait(). `partials`: start of shared memory. A
+  // row consists of spans of `span` lines. Tiles begin at multiples of tile_lines in each span.
   LLM_COMM_DEVICE RmsNorm(const AddRmsNormArgs& args, float* partials, uint32_t span)
       : args_(args),
         residual_(args, args.residual),
@@ -76,6 +76,7 @@ class RmsNorm {
   // A thread whose operation may not begin still delivers what others wait for, but stores nothing.
   LLM_COMM_DEVICE void set_begun(bool begun) { stores_ = begun; }
 
+  // Sum of addresses. Passing it to the grid wait makes the compiler compute them before the wait.
   LLM_COMM_DEVICE uint64_t precomputed() const { return normed_.precomputed() + new_residual_.precomputed(); }
 
   LLM_COMM_DEVICE PackLoad<D, Width> residual_load(uint32_t row, Position at) const {
@@ -306,7 +307,7 @@ class RmsNorm {
   // (csrc/quantization/w8a8/fp8/per_token_group_quant.cu), which divide too. The next power of two is computed from the
   // bits and equals their exp2f(ceilf(log2f(scale))). log2f could differ only for a scale just above a power of two, by
   // rounding to a whole number. No scale is that close: 448 is 7 * 2^6, and a magnitude has at most 11 significant
-  // bits, so it is 7 times a power of two or not near it.
+  // bits, so the scale is a power of two exactly or far from one.
   LLM_COMM_DEVICE float scale_of_group(float magnitude) const {
     const float scale = larger(magnitude, kLeastGroupMagnitude) / kLargestE4m3;
     if (args_.quantization != Quantization::kGroupUe8m0) return scale;
@@ -336,7 +337,7 @@ class RmsNorm {
   float* partials_;
   uint64_t* deliveries_;  // one for each set
   uint32_t chunks_;
-  bool fills_warps_;   // every warp holds whole lines per thread in the row's order, or nothing
+  bool fills_warps_;   // each warp has 32 adjacent lines of the row, or none
   uint32_t rows_ = 0;  // rows finished
   bool stores_ = true;
 };

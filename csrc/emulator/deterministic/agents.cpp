@@ -1,4 +1,4 @@
-// Accesses of agents to modelled memory, besides those of threads.
+// Memory accesses of actors that are no GPU threads, such as the proxy of a rank.
 #include <cstring>
 
 #include "emulator/deterministic/machine.h"

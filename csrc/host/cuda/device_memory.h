@@ -30,8 +30,8 @@ class DeviceMemory {
   uint64_t bytes() const { return bytes_; }  // at least the requested size
   // For VMM memory only; throw std::runtime_error for other memory before they change anything. They replace the
   // physical memory and keep the addresses, which graphs and prepared calls hold.
-  void vacate();
-  void vacate_but_first_granule();                       // maps new private memory for the first granule
+  void vacate();                                         // the addresses have no memory
+  void vacate_but_first_granule();                       // the first granule gets new private memory
   void refill();                                         // new memory of this device, as allocate()
   void refill_from_peer(const WorkspaceHandle& handle);  // as map()
   // For VMM memory only; throws std::runtime_error for other memory.

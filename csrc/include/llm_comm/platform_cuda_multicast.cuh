@@ -1,5 +1,5 @@
 // NVLink multicast on CUDA GPUs (platform.cuh). All multimem instructions of the project are in this file. They need
-// sm_90. In code compiled for an older GPU they trap; the descriptors' grid() never chooses such a kernel there.
+// sm_90. The functions trap in code compiled for older GPUs, where grid() of the descriptors never chooses such kernels.
 //
 // PTX ISA, "multimem.ld_reduce, multimem.st, multimem.red": only these instructions may access a multimem address, and
 // each accesses all memories that the address maps to. Stores use .v4.f32 for every type: they copy the bits unchanged.
@@ -101,7 +101,8 @@ LLM_COMM_DEVICE void multicast_add_release(const MulticastAddress& address, uint
 #endif
 }
 
-// Acts as a fence of GPU or system scope, as the driver decides, and invalidates the L1.
+// Orders accesses through different mappings of the same memory. It is also a fence, of GPU or system scope as the
+// driver decides, and invalidates the L1.
 LLM_COMM_DEVICE void fence_aliases() { asm volatile("fence.proxy.alias;" ::: "memory"); }
 
 }  // namespace llm_comm::inline LLM_COMM_TARGET

@@ -1,4 +1,4 @@
-// Test hook: the library's choice for devices that are not present. The GPU library does not export it.
+// Test hook: which algorithm the library chooses on a GPU that this machine lacks. The GPU library does not export it.
 #include <algorithm>
 #include <cstring>
 #include <exception>

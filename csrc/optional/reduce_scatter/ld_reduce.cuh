@@ -1,11 +1,10 @@
-// Reduce-scatter in the NVLink switch: every rank stages its contributions to all shards and has the switch reduce its
-// own.
+// Reduce-scatter in the NVLink switch: every rank stages its contributions to all shards. Then it reads its own
+// shard, which the switch reduces.
 //
 // Each rank sends its input once and receives its shard; nothing else crosses its links. Sums are not in rank order
 // (`sums_in_switch`).
 //
-// A block stages each shard in this rank's memory and has this rank's shard reduced (step_pipeline.cuh,
-// switch_chunks.cuh).
+// Blocks stage and read in steps: step_pipeline.cuh, switch_chunks.cuh.
 #pragma once
 
 #include "algorithms/reduce_scatter/push_hb.cuh"

@@ -29,7 +29,7 @@ from llm_comm.installation import digest_of_headers, get_library_dir, get_nvrtc_
 logger = logging.getLogger("llm_comm")
 
 #: Longest wait in seconds for another process that compiles the same kernel. That process may have been stopped.
-_PATIENCE_S = 20.0
+_LOCK_WAIT_S = 20.0
 #: Temporary directories of libraries that could not be cached.
 _private: list[tempfile.TemporaryDirectory[str]] = []
 
@@ -55,7 +55,7 @@ def cached_library(code: str, name: str, driver: emulated.Driver = emulated.PROC
         ConfigError: Another user could have put code into the cache directory.
         OSError: No temporary file can be written either.
     """
-    of_driver = (driver.macro, *driver.defines, _installed(driver.archive))
+    of_driver = (driver.macro, *driver.defines, _digest_of_installation(driver.archive))
     parts = (code, name, *of_driver, _version(*emulated.compiler()))
 
     def make() -> bytes:
@@ -112,7 +112,7 @@ def _one_at_a_time(file: Path) -> Iterator[None]:
     """Hold the lock of a cache file if possible. Without the lock two processes only duplicate work."""
     with ExitStack() as stack:
         with suppress(OSError):
-            stack.enter_context(locked(file.with_suffix(".lock"), _PATIENCE_S))
+            stack.enter_context(locked(file.with_suffix(".lock"), _LOCK_WAIT_S))
         yield
 
 
@@ -155,7 +155,7 @@ def _key(parts: Sequence[str]) -> str:
 
 
 @functools.cache
-def _installed(archive: str) -> str:
+def _digest_of_installation(archive: str) -> str:
     """Return a digest of all headers and of the library that kernels are linked with."""
     digest = hashlib.sha256(digest_of_headers().encode())
     digest.update(Path(get_library_dir(), archive).read_bytes())
@@ -177,7 +177,8 @@ def compile_image(code: str, name: str, device: torch.device) -> bytes:
     Args:
         code: C++ source.
         name: Name of the kernel.
-        device: A GPU: NVRTC compiles, through cupy. The CPU stands for an emulated GPU: the C++ compiler compiles.
+        device: A GPU: NVRTC compiles, through cupy, and the result is a cubin. The CPU stands for an emulated GPU: the
+            C++ compiler compiles, and the result is the path of a library.
 
     Raises:
         ModuleNotFoundError: cupy is not installed.
@@ -190,7 +191,7 @@ def compile_image(code: str, name: str, device: torch.device) -> bytes:
     options = (*get_nvrtc_options(), f"-arch=sm_{''.join(map(str, torch.cuda.get_device_capability(device)))}")
     nvrtc = _nvrtc()
     version = ".".join(map(str, nvrtc.getVersion()))
-    parts = (code, name, *options, f"NVRTC {version}")
+    parts = (code, name, *options, f"NVRTC {version}")  # the options have a digest of the headers
     return cached_file(name, "cubin", parts, lambda: _cubin(nvrtc, code, name, options))
 
 

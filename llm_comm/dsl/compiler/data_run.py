@@ -34,7 +34,7 @@ class DataRunWriter:
         element: Element type of the message.
         parts: Chunk size, as 1/parts of the message.
         batch: Lines that a thread processes together in a loop; else 1.
-        give_up: Statement for a thread whose wait ended without data.
+        give_up: C++ statement that a thread runs when its wait fails.
     """
 
     def __init__(
@@ -48,7 +48,7 @@ class DataRunWriter:
         self._batch = batch
         self._give_up = give_up
         self._pieces = parts // outer_parts(program.operation, program.world)
-        self._is_moved = not program.operation.adds_up
+        self._only_moves_data = not program.operation.adds_up
         self._places: dict[ir.Chunk, str] = {}
         self._tensors: dict[tuple[ir.Space, Rank], str] = {}
         # Prepared for a thread with one line: arguments of stores, and addresses in half 0 of the workspaces.
@@ -84,7 +84,7 @@ class DataRunWriter:
         loads = {numbers[0]: f"load{numbers[0]}" for numbers in values.values()}
         out.add(*(f"Tensor<Storage>::Load {loads[first]}({what}, at0);" for what, (first, *_) in values.items()))
         for store in (step for step in plan.steps if isinstance(step, ir.Store)):
-            if store.target.buffer.space.is_tensor:
+            if store.target.buffer.space.is_tensor and store.target not in self._stores:
                 name = self._stores[store.target] = f"store{len(self._stores)}"
                 where = ", ".join(self._tensor(store.target, None, "k0"))
                 out.add(f"const Tensor<Storage>::Store {name}({where});")
@@ -111,7 +111,7 @@ class DataRunWriter:
             self._steps(plan.steps[len(sends) :], set())
 
     def _lines(self, plan: Schedule, begins: bool) -> None:
-        """Generate a loop over lines as a pipeline: each stage processes the line after the one of the next stage."""
+        """Generate a loop over lines as a pipeline: stage n works on the line that stage 0 had n iterations ago."""
         out, stages = self._out, stages_of(plan)
         lines = f"end{self._parts}"
         out.add(f"uint32_t k = first{self._parts};")
@@ -194,7 +194,7 @@ class DataRunWriter:
             else:
                 for j in range(self._batch):
                     self._guarded(self._there(j, step), self._statement(step, j))
-        self._arm(later)
+        self._reset_places(later)
 
     def _statement(self, op: Step, j: int) -> str:
         if isinstance(op, ir.Load | ir.Get):
@@ -215,7 +215,7 @@ class DataRunWriter:
         line = self._line(op.target, peer, j)
         if not isinstance(op, ir.PutPackets):
             return f"store_line({line}, {value});"
-        if self._is_moved:
+        if self._only_moves_data:
             return f"send_bytes({line}, {self._mask(op.target, peer, j)}, {value});"
         return f"send_line({line}, {value});"
 
@@ -225,7 +225,7 @@ class DataRunWriter:
         places = [(op, j) for op in step.ops for j in range(self._batch)]
         with self._out.block(""):
             self._array("const Line* const from", [self._line(op.source, None, j) for op, j in places])
-            if self._is_moved:
+            if self._only_moves_data:
                 self._array("uint32_t* const masks", [self._mask(op.source, None, j) for op, j in places])
             there = [" && ".join(self._there(j, op)) for op, j in places]
             self._array(
@@ -233,12 +233,12 @@ class DataRunWriter:
             )
             arguments = f"<0x{self._senders(step):x}, {self._batch}>"
             out.add(f"if (!call.receive{arguments}(from, line)) {self._give_up}")
-            if self._is_moved:
+            if self._only_moves_data:
                 out.add(f"if (!call.receive_masks{arguments}(masks, line)) {self._give_up}")
             out.add(*(f"v{op.result.number}_{j} = line[{i}];" for i, (op, j) in enumerate(places)))
-        # Resetting at the end keeps it off the critical path, if nothing uses the place before the next call but one.
+        # Resetting at the end keeps it off the critical path, if nothing uses the place until the second call from now.
         at_once = [op for op in step.ops if self._in_loop or readers_of(self._program, op) > 1]
-        self._arm(at_once)
+        self._reset_places(at_once)
         return [op for op in step.ops if op not in at_once]
 
     def _senders(self, step: Receive) -> int:
@@ -249,7 +249,7 @@ class DataRunWriter:
             packed |= (sender.offset if isinstance(sender, Relative) else _ABSOLUTE + sender.rank) << 4 * i
         return packed
 
-    def _arm(self, ops: Iterable[ir.ReadPackets]) -> None:
+    def _reset_places(self, ops: Iterable[ir.ReadPackets]) -> None:
         for op in ops:
             for j in range(self._batch):
                 self._guarded(self._there(j, op), f"reset_line({self._line(op.source, None, j)});")

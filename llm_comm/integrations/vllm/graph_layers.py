@@ -103,7 +103,9 @@ def layer_of(y: Node) -> Layer | None:
     layer = _plain_layer(mm, reshape) or _scaled_layer(mm, reshape) or _block_layer(mm, reshape)
     if layer is None or layer.weight.op != "placeholder" or not _is_bias(layer):
         return None
-    return layer if _are(y.meta["val"].shape[-1:], layer.shape[:1]) else None  # the reshape must keep whole rows
+    return (
+        layer if _equal_static(y.meta["val"].shape[-1:], layer.shape[:1]) else None
+    )  # the reshape must keep whole rows
 
 
 def _plain_layer(mm: Any, reshape: Node | None) -> Layer | None:
@@ -147,7 +149,9 @@ def _scaled_layer(mm: Any, reshape: Node | None) -> Layer | None:
 
 def _writing_call(result: Any, operator_: Any) -> Node | None:
     """Return the call of ``operator_`` that writes its result into the tensor ``result``, or None."""
-    if operator_ is None or result.target is not operator.getitem or result.args[1] != 1:  # 0: None, its result
+    if (
+        operator_ is None or result.target is not operator.getitem or result.args[1] != 1
+    ):  # item 0: None, the call's result
         return None
     call: Node = result.args[0]
     is_it = call.target is auto_functionalized and call.args[0] is operator_.default
@@ -156,14 +160,14 @@ def _writing_call(result: Any, operator_: Any) -> Node | None:
 
 def _block_layer(mm: Any, reshape: Node | None) -> Layer | None:
     # vLLM defines both operators in its FP8 modules, so they may be absent.
-    both = getattr(torch.ops.vllm, "dynamic_flashinfer_deepgemm_blockscale_gemm", None)
+    quantizing_gemm = getattr(torch.ops.vllm, "dynamic_flashinfer_deepgemm_blockscale_gemm", None)
     call = _writing_call(mm, getattr(torch.ops.vllm, "fp8_gemm_nt_op", None))
     before: tuple[Node, ...] = ()
     if call is not None:
         given: Any = call.kwargs
         x, weight, scales = given["q_input"], given["weight"], Scales(given["input_scale"], given["weight_scale"])
         before = (call, given["output"])
-    elif both is not None and mm.target is both.default and mm.args[3] == GROUP_SIZE:
+    elif quantizing_gemm is not None and mm.target is quantizing_gemm.default and mm.args[3] == GROUP_SIZE:
         x, weight, scales = mm.args[0], mm.args[1], Scales(None, mm.args[2])
     else:
         return None
@@ -171,7 +175,7 @@ def _block_layer(mm: Any, reshape: Node | None) -> Layer | None:
     if of_weight.dtype is not FP8 or of_x.dtype is not (FP8 if call is not None else torch.bfloat16):
         return None
     rows, inputs = of_weight.shape
-    layouts = of_weight.stride() == (inputs, 1) and of_x.dim() == 2 and _are(of_x.stride(), (inputs, 1))
+    layouts = of_weight.stride() == (inputs, 1) and of_x.dim() == 2 and _equal_static(of_x.stride(), (inputs, 1))
     if not layouts or mm.meta["val"].dtype not in DTYPES or not _are_of_blocks(scales, rows, inputs):
         return None
     return Layer(x, weight, None, mm, before, reshape, scales, blocks=True)
@@ -188,7 +192,7 @@ def _are_of_blocks(scales: Scales, rows: int, inputs: int) -> bool:
     if scales.x is None:
         return True
     of_x: torch.Tensor = scales.x.meta["val"]
-    return of_x.dtype is torch.float32 and of_x.dim() == 2 and _are(of_x.shape[1:], (blocks,))
+    return of_x.dtype is torch.float32 and of_x.dim() == 2 and _equal_static(of_x.shape[1:], (blocks,))
 
 
 def _is_bias(layer: Layer) -> bool:
@@ -202,8 +206,8 @@ def _is_bias(layer: Layer) -> bool:
     return (
         value.dtype == layer.dtype
         and value.dim() == 1
-        and _are(value.shape, layer.shape[:1])
-        and _are(value.stride(), (1,))
+        and _equal_static(value.shape, layer.shape[:1])
+        and _equal_static(value.stride(), (1,))
     )
 
 
@@ -212,22 +216,23 @@ def _fit(x: Node, transposed: Node) -> bool:
     value: torch.Tensor = transposed.meta["val"]
     inputs = value.shape[0]
     # Strides (1, inputs) of the transpose: the weight is contiguous.
-    return _are(value.stride(), (1, inputs)) and _are(x.meta["val"].stride(), (inputs, 1))
+    return _equal_static(value.stride(), (1, inputs)) and _equal_static(x.meta["val"].stride(), (inputs, 1))
 
 
 def _are_of_rows(x_scale: Node, weight_scale: Node, outputs: int) -> bool:
-    """Return whether each scale belongs to a tensor or a row. The call checks the number of tokens with a scale."""
+    """Return whether each scale has one value for the tensor or one for each row. The call checks the number of
+    tokens with a scale."""
     of_x, of_weight = x_scale.meta["val"], weight_scale.meta["val"]
     return (
         of_x.dtype is torch.float32
         and of_weight.dtype is torch.float32
-        and (_are(of_x.shape, (1,) * of_x.dim()) or (of_x.dim() == 2 and _are(of_x.shape[1:], (1,))))
+        and (_equal_static(of_x.shape, (1,) * of_x.dim()) or (of_x.dim() == 2 and _equal_static(of_x.shape[1:], (1,))))
         and of_weight.numel() in (1, outputs)
         and of_weight.is_contiguous()
     )
 
 
-def _are(found: Iterable[int | torch.SymInt], wanted: Sequence[int]) -> bool:
+def _equal_static(found: Iterable[int | torch.SymInt], wanted: Sequence[int]) -> bool:
     # Sizes that depend on the batch are SymInts and never equal. Comparing one would add a guard, which restricts the
     # graph to some batches.
     return all(isinstance(one, int) and one == other for one, other in zip(found, wanted, strict=True))
