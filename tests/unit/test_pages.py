@@ -7,7 +7,7 @@ import functools
 import json
 import pydoc
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -443,6 +443,48 @@ def test_performance_shows_the_fused_kernel_that_was_measured() -> None:
         assert_shows(alone, us["llm_comm"])
         assert_shows(flashinfer, theirs)
         assert_shows(flashinfer.partition("(")[2], theirs / us["llm_comm_fusedrms"])
+
+
+def assert_shows_range(text: str, values: Iterable[float]) -> None:
+    """``text`` is "least to most", or one number if both are alike."""
+    least, _, most = text.partition(" to ")
+    assert_shows(least, min(measured := list(values)))
+    assert_shows(most or least, max(measured))
+
+
+#: Columns of speed-ups in pages of engines, and the sizes of a result file whose least and most they show.
+_OF_COLUMN = {
+    "decode speed-up": ("decode", BATCHES),
+    "batch 1 to 16": ("decode", BATCHES[:3]),
+    "batch 64": ("decode", BATCHES[3:]),
+    "prefill of 4096": ("prefill", ("4096",)),
+}
+
+
+@pytest.mark.parametrize("engine", ["vllm", "sglang"])
+def test_pages_of_engines_show_what_was_measured(engine: str) -> None:
+    head, shown = [], 0
+    for row in rows(f"docs/engines/{engine}.md"):
+        if row[-1] == "data":
+            head = row
+        files = _RESULT.findall(row[-1])
+        for column, text in zip(head, row, strict=False) if files else ():
+            if column in _OF_COLUMN:
+                kind, sizes = _OF_COLUMN[column]
+                of_sizes = load(files[0])[kind]
+                assert_shows_range(
+                    text, (of_sizes[size]["llm_comm"]["speedup_over"]["default"]["median"] for size in sizes)
+                )
+                shown += 1
+    assert shown >= 1
+
+
+def test_starts_took_as_long_as_the_page_says() -> None:
+    shown = [row for row in rows("docs/operate/troubleshooting.md") if _RESULT.search(row[-1])]
+    assert len(shown) == 4
+    for _, text in shown:
+        starts = [run["start_s"] for file in _RESULT.findall(text) for run in load(file)["runs"]]
+        assert_shows_range(text.partition(" s (")[0], starts)
 
 
 def test_the_cost_of_fewer_multiprocessors_is_that_of_the_file() -> None:
