@@ -104,7 +104,7 @@ def ask_for_different_channels() -> None:
         with pytest.raises(RendezvousError, match="different channels"):
             comm.channels(tensor[: 4096 - 16 * comm.rank])
         with pytest.raises(
-            RendezvousError, match=r"different code for channels: \w{12} on rank 0 .*, \w{12} on rank 1 "
+            RendezvousError, match=r"different kernel code for channels: \w{12} on rank 0 .*, \w{12} on rank 1 "
         ):
             comm.channels(tensor, code=EXCHANGE + "\n" * comm.rank)
         with pytest.raises(UnsupportedInputError, match="channels: code is 3"):
