@@ -277,3 +277,9 @@ def test_planning_needs_no_torch() -> None:
     assert len(checked) >= 9
     imports = {module: {found.split(".")[0] for found, _ in imported_by(source)} for module, source in checked.items()}
     assert [module for module, found in imports.items() if "torch" in found] == []
+
+
+def test_no_two_files_of_tests_have_one_name() -> None:
+    """Processes of ranks import the module of a test by its name alone."""
+    names = [path.name for path in Path(__file__).parents[1].rglob("test_*.py")]
+    assert [name for name in names if names.count(name) > 1] == []
