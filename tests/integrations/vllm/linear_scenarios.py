@@ -446,7 +446,7 @@ def batch_invariant_layers_are_those_of_vllm() -> None:
 def batch_invariant_layers_are_those_of_vllm_also_before_norms_of_llm_comm() -> None:
     """There are none of llm_comm's for more than 64 tokens."""
     with compiler() as vllm:
-        said = "at every size (batch_invariant_norm); linear layers are vLLM's: batches of more than 64 tokens would run"
+        said = "at every size (batch_invariant_norm); linear layers are vLLM's: batches of more than 64 tokens"
         assert len(vllm.log.having(said)) == (dist_rank() == 0)
         group = parallel_state.get_tp_group().device_communicator
         assert (group.max_linear_tokens, group._llm_comm.config.pdl) == (0, False)
