@@ -73,11 +73,16 @@ def version_of(python: str) -> str:
     return subprocess.run([python, "-c", code], capture_output=True, text=True, check=True).stdout.strip()
 
 
+def tag_of(version: str) -> str:
+    """``"cp312"`` for version 3.12: the tag of CPython in names of wheels."""
+    return "cp" + version.replace(".", "")
+
+
 def find_pythons() -> dict[str, str]:
     """Interpreters of ``VERSIONS`` by version, as many as are found."""
     found = {}
     for version in VERSIONS:
-        short = "cp" + version.replace(".", "")
+        short = tag_of(version)
         places = [Path("/opt/python", f"{short}-{short}", "bin", "python")]
         places += sorted(Path.home().glob(f".pyenv/versions/{version}.*/bin/python"), reverse=True)
         on_path = shutil.which(f"python{version}")

@@ -48,11 +48,10 @@ def main() -> int:
     add_sdist(out)
     (out / SUMS).write_text(sums(out), encoding="utf-8")
     print((out / SUMS).read_text(encoding="utf-8"), end="")
-    shorts = {version: "cp" + version.replace(".", "") for version in build_wheels.VERSIONS}
-    missing = [version for version, short in shorts.items() if not list(out.glob(f"*-{short}-*.whl"))]
-    print(
-        f"llm_comm {check_wheel.version()} is in {out}" + (f", without Python {', '.join(missing)}" if missing else "")
-    )
+    tags = {version: build_wheels.tag_of(version) for version in build_wheels.VERSIONS}
+    missing = [version for version, tag in tags.items() if not any(out.glob(f"*-{tag}-*.whl"))]
+    without = f", without Python {', '.join(missing)}" if missing else ""
+    print(f"llm_comm {check_wheel.version()} is in {out}{without}")
     return 0
 
 
@@ -73,8 +72,8 @@ def build(out: Path, pythons: list[str], no_cuda: bool, jobs: int | None) -> Non
     build_wheels.run([sys.executable, REPOSITORY / "tools" / "build_wheels.py", "--out", out, *options, *pythons])
     found = {build_wheels.version_of(python): python for python in pythons} or build_wheels.find_pythons()
     for version, python in found.items():
-        short = "cp" + version.replace(".", "")
-        for wheel in out.glob(f"*-{short}-{short}-*.whl"):
+        tag = build_wheels.tag_of(version)
+        for wheel in out.glob(f"*-{tag}-{tag}-*.whl"):
             print(f"== {wheel.name} in a fresh environment", flush=True)
             check_wheel.try_out(wheel, python, not no_cuda)
 

@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-import importlib
 import shutil
 import subprocess
-import sys
 import zipfile
 from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
 
 import pytest
-
-TOOLS = Path(__file__).parents[2] / "tools"
+from tool_modules import tool
 
 pytestmark = pytest.mark.skipif(
     shutil.which("gcc") is None or shutil.which("readelf") is None, reason="needs gcc and readelf"
@@ -22,11 +19,7 @@ pytestmark = pytest.mark.skipif(
 
 @pytest.fixture(scope="module")
 def check_wheel() -> Iterator[ModuleType]:
-    sys.path.insert(0, str(TOOLS))
-    try:
-        yield importlib.import_module("check_wheel")
-    finally:
-        sys.path.remove(str(TOOLS))
+    yield from tool("check_wheel")
 
 
 def shared_library(path: Path, *options: str) -> Path:

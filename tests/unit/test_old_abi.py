@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 import ctypes
-import importlib
 import re
 import shutil
 import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
 
 import pytest
+from tool_modules import tool
 
-TOOLS = Path(__file__).parents[2] / "tools"
 #: Threads, dlopen and stat, which are in glibc under newer versions since 2.33 and 2.34; what GCC 11 and newer have put
 #: into libstdc++; and a thread-local variable of it.
 SOURCE = """\
@@ -56,11 +54,7 @@ pytestmark = pytest.mark.skipif(
 
 @pytest.fixture(scope="module")
 def old_abi() -> Iterator[ModuleType]:
-    sys.path.insert(0, str(TOOLS))
-    try:
-        yield importlib.import_module("old_abi")
-    finally:
-        sys.path.remove(str(TOOLS))
+    yield from tool("old_abi")
 
 
 @pytest.fixture(scope="module")
