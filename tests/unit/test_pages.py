@@ -7,7 +7,7 @@ import functools
 import json
 import pydoc
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -289,15 +289,15 @@ def decode(file: str) -> dict[str, dict[str, float]]:
     }
 
 
-def speedups(file: str, over: str) -> dict[str, float]:
-    """How many times faster llm_comm is than the arm ``over``, by batch size; empty without such an arm."""
-    times = decode(file)
-    if not all(over in arms for arms in times.values()):
+def speedups(file: str, over: str, kind: str = "decode") -> dict[str, float]:
+    """How many times faster llm_comm is than the arm ``over``, by batch size, or by prompt if ``kind`` is "prefill";
+    empty without such an arm."""
+    sizes = load(file)[kind]
+    if not all(over in arms for arms in sizes.values()):
         return {}
     if file in _BY_TPOT:
-        return {batch: arms[over] / arms["llm_comm"] for batch, arms in times.items()}
-    arms_of = load(file)["decode"]
-    return {batch: arms_of[batch]["llm_comm"]["speedup_over"][over]["median"] for batch in times}
+        return {batch: arms[over] / arms["llm_comm"] for batch, arms in decode(file).items()}
+    return {size: arms["llm_comm"]["speedup_over"][over]["median"] for size, arms in sizes.items()}
 
 
 # ---- Newest runs -----------------------------------------------------------------------------------------------
@@ -422,12 +422,10 @@ def test_performance_shows_the_engines_that_were_measured() -> None:
         assert_shows_speedups(row, 3)
         (file,) = _RESULT.findall(row[-1])
         assert f"[{load(file)['commit']}]" in row[-1]
-        nccl = speedups(file, "nccl").values()
+        nccl = list(speedups(file, "nccl").values())
         assert bool(row[-2]) == bool(nccl)
         if nccl:
-            least, most = row[-2].split(" to ")
-            assert_shows(least, min(nccl))
-            assert_shows(most, max(nccl))
+            assert_shows_range(row[-2], nccl)
 
 
 def test_performance_shows_the_fused_kernel_that_was_measured() -> None:
@@ -445,11 +443,14 @@ def test_performance_shows_the_fused_kernel_that_was_measured() -> None:
         assert_shows(flashinfer.partition("(")[2], theirs / us["llm_comm_fusedrms"])
 
 
-def assert_shows_range(text: str, values: Iterable[float]) -> None:
-    """``text`` is "least to most", or one number if both are alike."""
-    least, _, most = text.partition(" to ")
-    assert_shows(least, min(measured := list(values)))
-    assert_shows(most or least, max(measured))
+def assert_shows_range(text: str, values: Sequence[float]) -> None:
+    """``text`` is "least to most" of several values, or the only one."""
+    if len(values) == 1:
+        assert_shows(text, values[0])
+        return
+    least, most = text.split(" to ")
+    assert_shows(least, min(values))
+    assert_shows(most, max(values))
 
 
 #: Columns of speed-ups in pages of engines, and the sizes of a result file whose least and most they show.
@@ -471,10 +472,8 @@ def test_pages_of_engines_show_what_was_measured(engine: str) -> None:
         for column, text in zip(head, row, strict=False) if files else ():
             if column in _OF_COLUMN:
                 kind, sizes = _OF_COLUMN[column]
-                of_sizes = load(files[0])[kind]
-                assert_shows_range(
-                    text, (of_sizes[size]["llm_comm"]["speedup_over"]["default"]["median"] for size in sizes)
-                )
+                measured = speedups(files[0], "default", kind)
+                assert_shows_range(text, [measured[size] for size in sizes])
                 shown += 1
     assert shown >= 1
 
