@@ -59,18 +59,18 @@ def tune(communicator: Communicator, group: dist.ProcessGroup, model: Model | No
     of_ranks = rendezvous.gather("rows of the model, where no table is of the machine", wanted)
     if wanted <= 0 or any(of_rank != wanted for of_rank in of_ranks):
         return ""
-    sums = _CollectiveTuner(communicator, group, wanted, log)
-    kept = rendezvous.collect("sums that were measured", sums.kept)[0]
+    tuner = _CollectiveTuner(communicator, group, wanted, log)
+    kept = rendezvous.collect("sums that were measured", tuner.kept)[0]
     rows = [Row(*row) for row in kept]
     if not rows:
-        failures = rendezvous.gather("measurement of sums", sums.why_not_measured())
+        failures = rendezvous.gather("measurement of sums", tuner.why_not_measured())
         if any(failures):
             log.warning("llm_comm: sums were not measured: %s", max(failures, key=bool))
             return ""
-        rows = sums.rows
+        rows = tuner.rows
     if not rows:  # option max_message_bytes declines all measured sizes
         return ""
-    return rendezvous.attempt("choice of sums", partial(sums.use, rows))
+    return rendezvous.attempt("choice of sums", partial(tuner.use, rows))
 
 
 def _budget_s(communicator: Communicator) -> float:

@@ -24,14 +24,13 @@ from llm_comm.errors import CommunicatorError, PeerTimeout
 from llm_comm.nodes.topology import Topology
 from llm_comm.nodes.transport import Transport
 from llm_comm.runtime.core_handle import CoreHandle
-from llm_comm.runtime.status import RankError, fit
+from llm_comm.runtime.status import RankError, fit, report_wait_s
 
 logger = logging.getLogger("llm_comm")
 
 _REPORT, _CLOSED = "report", "closed"
 _LONGEST_BEAT_S, _BEAT_SHARE = 1.0, 1 / 10
 _LONGEST_LOOK_S, _LOOK_SHARE = 0.2, 1 / 40
-_MAX_REPORT_WAIT_S, _REPORT_WAIT_SHARE = 0.5, 1 / 20
 # Longest time in seconds from a transport's failure until it becomes the error of this rank: a report of another rank,
 # with the cause, has precedence.
 _LONGEST_PATIENCE_S, _PATIENCE_SHARE = 2.0, 1 / 5
@@ -186,7 +185,7 @@ class NodeWatch(threading.Thread):
         self._transport = weakref.ref(transport)
         self._limit_s = timeout_s * _SILENCE_SHARE
         self._look_s = min(_LONGEST_LOOK_S, timeout_s * _LOOK_SHARE)
-        self._report_wait_s = min(_MAX_REPORT_WAIT_S, timeout_s * _REPORT_WAIT_SHARE)
+        self._report_wait_s = report_wait_s(timeout_s)
         self._heartbeat = Heartbeat(store, topology, self._look_s, timeout_s)
         # Wait for a report of the failed peer's own node, which knows more. No call of this rank is delayed by it.
         self._patience_s = min(_LONGEST_PATIENCE_S, timeout_s * _PATIENCE_SHARE)

@@ -30,6 +30,12 @@ _MAX_TEXT, _MAX_WORDS = 2000, 500
 LIFE_S = 1.0
 
 
+def report_wait_s(timeout_s: float) -> float:
+    """Return how many seconds a rank waits for reports of others before it reports an error, by the time-out of a
+    communicator."""
+    return min(0.5, timeout_s / 20)
+
+
 @dataclass(frozen=True)
 class RankError:
     """Error of a rank.

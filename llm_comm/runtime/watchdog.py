@@ -30,7 +30,7 @@ from llm_comm.runtime.failures import (
     root_cause,
 )
 from llm_comm.runtime.rank_names import RankNames
-from llm_comm.runtime.status import LIFE_S, PeerStatus, RankError, RankState, StatusBoard
+from llm_comm.runtime.status import LIFE_S, PeerStatus, RankError, RankState, StatusBoard, report_wait_s
 
 logger = logging.getLogger("llm_comm")
 
@@ -40,7 +40,6 @@ KERNEL_SHARE_OF_TIMEOUT = 0.8
 _LOOK_SHARE, _LONGEST_LOOK_S = 1 / 40, 0.05
 #: Seconds between two checks of the operations' order. Each check reads a few words of every rank's GPU.
 _ORDER_LOOK_S = 1.0
-_REPORT_WAIT_SHARE, _MAX_REPORT_WAIT_S = 1 / 20, 0.5
 #: Longest time in seconds that a silent process takes to exit: the driver frees its memory first.
 _LONGEST_DEATH_S = 2.5
 #: Seconds from a peer's exit until the exit itself becomes the error. Waiting kernels and the engine report first.
@@ -97,7 +96,7 @@ class Watchdog(threading.Thread):
         self._timeout_s = timeout_s
         self._board = board
         self._look_s = min(_LONGEST_LOOK_S, timeout_s * _LOOK_SHARE)
-        self._report_wait_s = min(_MAX_REPORT_WAIT_S, timeout_s * _REPORT_WAIT_SHARE)
+        self._report_wait_s = report_wait_s(timeout_s)
         self._stopping = threading.Event()
         self._has_failed = threading.Event()
         self._lock = threading.Lock()

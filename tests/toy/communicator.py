@@ -34,9 +34,8 @@ def main(module: str, meeting_point: str, rank: int, world: int) -> None:
                 assert (plan.operation, plan.algorithm, plan.protocol) == ("broadcast", "direct", "LL"), plan
                 comm.run("broadcast", {"input": x, "output": y}, root=root)
                 assert torch.equal(y, x - rank + root), f"rank {rank}: {count} {dtype} of rank {root}"
-                assert torch.equal(
-                    comm.all_reduce(x), world * (x - rank) + sum(range(world))
-                )  # slots are reset to the sentinel
+                # Slots are reset to the sentinel.
+                assert torch.equal(comm.all_reduce(x), world * (x - rank) + sum(range(world)))
         written = y._version
         comm.run("broadcast", {"input": x, "output": y}, root=0)
         assert y._version > written  # autograd is told

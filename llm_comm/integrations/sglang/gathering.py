@@ -34,22 +34,24 @@ _library.define(
 )
 
 
+def _of(group: Any) -> EngineGatherScatter | None:
+    served: EngineGatherScatter | None = getattr(group, ATTRIBUTE, None)
+    return served
+
+
 def all_gather_into_tensor(theirs: Any, group: Any, output: torch.Tensor, input: torch.Tensor) -> Any:
     """Hook of ``GroupCoordinator._all_gather_into_tensor``."""
-    gather_scatter: EngineGatherScatter | None = getattr(group, ATTRIBUTE, None)
-    if gather_scatter is None or gather_scatter.all_gather("all_gather_into_tensor", input, out=output) is None:
+    ours = _of(group)
+    if ours is None or ours.all_gather("all_gather_into_tensor", input, out=output) is None:
         return theirs(group, output, input)
     return None
 
 
 def reduce_scatter_tensor(theirs: Any, group: Any, output: torch.Tensor, input: torch.Tensor) -> Any:
     """Hook of ``GroupCoordinator._reduce_scatter_tensor``."""
-    gather_scatter: EngineGatherScatter | None = getattr(group, ATTRIBUTE, None)
+    ours = _of(group)
     # Flatten: SGLang's call goes to NCCL, which splits by elements, whatever the shapes are.
-    if (
-        gather_scatter is None
-        or gather_scatter.reduce_scatter("reduce_scatter_tensor", input.reshape(-1), out=output) is None
-    ):
+    if ours is None or ours.reduce_scatter("reduce_scatter_tensor", input.reshape(-1), out=output) is None:
         return theirs(group, output, input)
     return output
 
@@ -62,12 +64,12 @@ def all_gather(
     output_tensor_list: list[torch.Tensor] | None = None,
 ) -> Any:
     """Hook of ``GroupCoordinator.all_gather``. Compiled graphs get an operator, which decides at run time."""
-    gather_scatter: EngineGatherScatter | None = getattr(group, ATTRIBUTE, None)
-    if gather_scatter is None or output_tensor_list is not None:
+    ours = _of(group)
+    if ours is None or output_tensor_list is not None:
         return theirs(group, input_, dim, output_tensor_list)
     if torch.compiler.is_compiling():
         return torch.ops.llm_comm_sglang.all_gather(input_, dim, group.world_size, group.unique_name)
-    result = gather_scatter.all_gather("all_gather", input_, dim)
+    result = ours.all_gather("all_gather", input_, dim)
     return theirs(group, input_, dim) if result is None else result
 
 
@@ -79,13 +81,11 @@ def all_gatherv(
     output: torch.Tensor | None = None,
 ) -> Any:
     """Hook of ``GroupCoordinator.all_gatherv``. Like SGLang's method it returns a list, also for one tensor."""
-    gather_scatter: EngineGatherScatter | None = getattr(group, ATTRIBUTE, None)
+    ours = _of(group)
     inputs = [input_] if isinstance(input_, torch.Tensor) else input_
-    if gather_scatter is None or (
-        inputs is input_ and output is not None
-    ):  # SGLang raises its own error for a list with output
+    if ours is None or (inputs is input_ and output is not None):  # SGLang raises its own error for a list with output
         return theirs(group, input_, sizes, output)
-    results = [gather_scatter.all_gather("all_gatherv", x, 0, sizes, output) for x in inputs]
+    results = [ours.all_gather("all_gatherv", x, 0, sizes, output) for x in inputs]
     declined = [place for place, result in enumerate(results) if result is None]
     if declined:  # in one call, which NCCL runs as one grouped operation
         left = [inputs[place] for place in declined] if inputs is input_ else input_
@@ -102,10 +102,8 @@ def reduce_scatterv(
     sizes: list[int] | None = None,
 ) -> Any:
     """Hook of ``GroupCoordinator.reduce_scatterv``."""
-    gather_scatter: EngineGatherScatter | None = getattr(group, ATTRIBUTE, None)
-    result = (
-        None if gather_scatter is None else gather_scatter.reduce_scatter("reduce_scatterv", input_, 0, sizes, output)
-    )
+    ours = _of(group)
+    result = None if ours is None else ours.reduce_scatter("reduce_scatterv", input_, 0, sizes, output)
     return theirs(group, input_, output, sizes) if result is None else result
 
 

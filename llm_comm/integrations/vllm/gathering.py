@@ -60,21 +60,21 @@ class _Gathering(CudaCommunicator):  # type: ignore[misc]
 
     def all_gather(self, input_: torch.Tensor, dim: int = -1) -> torch.Tensor:
         """Concatenate the shards of all ranks along ``dim``. Return a new tensor."""
-        gather_scatter = self._gather_scatter
-        result = None if gather_scatter is None else gather_scatter.all_gather("all_gather", input_, dim)
+        ours = self._gather_scatter
+        result = None if ours is None else ours.all_gather("all_gather", input_, dim)
         return super().all_gather(input_, dim) if result is None else result
 
     def all_gatherv(
         self, input_: torch.Tensor | list[torch.Tensor], dim: int = 0, sizes: list[int] | None = None
     ) -> torch.Tensor | list[torch.Tensor]:
         """Concatenate shards of different sizes along ``dim``, for one tensor or for each tensor of a list."""
-        gather_scatter = self._gather_scatter
-        if gather_scatter is None or dim != 0:  # vLLM raises its own error for another dimension
+        ours = self._gather_scatter
+        if ours is None or dim != 0:  # vLLM raises its own error for another dimension
             return super().all_gatherv(input_, dim, sizes)  # type: ignore[no-any-return]
         if isinstance(input_, torch.Tensor):
-            result = gather_scatter.all_gather("all_gatherv", input_, dim, sizes)
+            result = ours.all_gather("all_gatherv", input_, dim, sizes)
             return super().all_gatherv(input_, dim, sizes) if result is None else result
-        results = [gather_scatter.all_gather("all_gatherv", x, dim, sizes) for x in input_]
+        results = [ours.all_gather("all_gatherv", x, dim, sizes) for x in input_]
         declined = [place for place, result in enumerate(results) if result is None]
         if declined:  # in one call, which NCCL runs as one grouped operation
             theirs = super().all_gatherv([input_[place] for place in declined], dim, sizes)
@@ -84,8 +84,7 @@ class _Gathering(CudaCommunicator):  # type: ignore[misc]
 
     def reduce_scatter(self, input_: torch.Tensor, dim: int = -1) -> torch.Tensor:
         """Sum over the group. Return this rank's shard of the sum along ``dim``, a new tensor."""
-        gather_scatter = self._gather_scatter
-        result = None if gather_scatter is None else gather_scatter.reduce_scatter("reduce_scatter", input_, dim)
+        result = self._try_reduce_scatter("reduce_scatter", input_, dim, None)
         return super().reduce_scatter(input_, dim) if result is None else result
 
     def reduce_scatterv(self, input_: torch.Tensor, dim: int = -1, sizes: list[int] | None = None) -> torch.Tensor:
@@ -108,12 +107,12 @@ class _Gathering(CudaCommunicator):  # type: ignore[misc]
 
         vLLM 0.33 calls this method first in models that split their sequence.
         """
-        gather_scatter = self._gather_scatter
+        ours = self._gather_scatter
         result = None
-        if gather_scatter is not None and gather_scatter.gathers:
+        if ours is not None and ours.gathers:
             if torch.compiler.is_compiling():
                 return None  # ``all_gather`` goes through an operator, which calls this class at run time
-            result = gather_scatter.all_gather("custom_all_gather", input_)
+            result = ours.all_gather("custom_all_gather", input_)
         return super().custom_all_gather(input_) if result is None else result
 
     def custom_reduce_scatter(self, input_: torch.Tensor) -> torch.Tensor | None:
@@ -121,16 +120,16 @@ class _Gathering(CudaCommunicator):  # type: ignore[misc]
 
         vLLM 0.33 calls this method first in models that split their sequence.
         """
-        gather_scatter = self._gather_scatter
+        ours = self._gather_scatter
         result = None
-        if gather_scatter is not None and gather_scatter.scatters:
+        if ours is not None and ours.scatters:
             if torch.compiler.is_compiling():
                 return None
-            result = gather_scatter.reduce_scatter("custom_reduce_scatter", input_)
+            result = ours.reduce_scatter("custom_reduce_scatter", input_)
         return super().custom_reduce_scatter(input_) if result is None else result
 
     def _try_reduce_scatter(
         self, method: str, x: torch.Tensor, dim: int, sizes: Sequence[int] | None, out: Any = None
     ) -> torch.Tensor | None:
-        gather_scatter = self._gather_scatter
-        return None if gather_scatter is None else gather_scatter.reduce_scatter(method, x, dim, sizes, out)
+        ours = self._gather_scatter
+        return None if ours is None else ours.reduce_scatter(method, x, dim, sizes, out)

@@ -103,9 +103,8 @@ def layer_of(y: Node) -> Layer | None:
     layer = _plain_layer(mm, reshape) or _scaled_layer(mm, reshape) or _block_layer(mm, reshape)
     if layer is None or layer.weight.op != "placeholder" or not _is_bias(layer):
         return None
-    return (
-        layer if _equal_static(y.meta["val"].shape[-1:], layer.shape[:1]) else None
-    )  # the reshape must keep whole rows
+    keeps_rows = _equal_static(y.meta["val"].shape[-1:], layer.shape[:1])  # the reshape, if there is one
+    return layer if keeps_rows else None
 
 
 def _plain_layer(mm: Any, reshape: Node | None) -> Layer | None:
@@ -149,9 +148,8 @@ def _scaled_layer(mm: Any, reshape: Node | None) -> Layer | None:
 
 def _writing_call(result: Any, operator_: Any) -> Node | None:
     """Return the call of ``operator_`` that writes its result into the tensor ``result``, or None."""
-    if (
-        operator_ is None or result.target is not operator.getitem or result.args[1] != 1
-    ):  # item 0: None, the call's result
+    # Item 0 is the call's own result, None. Item 1 is the tensor that it has written.
+    if operator_ is None or result.target is not operator.getitem or result.args[1] != 1:
         return None
     call: Node = result.args[0]
     is_it = call.target is auto_functionalized and call.args[0] is operator_.default
