@@ -53,8 +53,7 @@ struct OperationError {
   // - "overlap": two operations of this rank overlap; found by check_order(), before operation `sequence`.
   // - "order": the operations of `peer` have another order; found by check_order(), before operation `sequence`.
   // - "not symmetric": a tensor of `peer` that other ranks were to access is not in symmetric memory.
-  // - "other symmetric_offset": a tensor of `peer` has another symmetric offset than that of rank 0, and all must
-  // agree.
+  // - "other symmetric offset": a tensor of `peer` has another symmetric offset than that of rank 0; all must agree.
   // - "no channel": a kernel asked for a channel that does not exist.
   // - "transport": a request of a port channel could not be executed; `text` says why.
   std::string cause;

@@ -163,8 +163,8 @@ class PreparedLaunches final : public PreparedCall {
  private:
   static constexpr bool kIsOutOfPlace = requires { Operation::kIsOutOfPlace; };
 
-  // Symmetric offset of a buffer that peers access in whole lines. kNoSymmetricOffset for an in-symmetric_offset call
-  // of an operation that must be out of symmetric_offset.
+  // Symmetric offset of a buffer that peers access in whole lines. kNoSymmetricOffset for an in-place call of an
+  // operation that must be out of place.
   uint64_t symmetric_offset_of([[maybe_unused]] uint32_t buffer, [[maybe_unused]] const uint64_t* buffers) const {
     if constexpr (requires { Operation::buffer_bytes(problem_, buffer); }) {
       if (kIsOutOfPlace && buffers[0] == buffers[1]) return kNoSymmetricOffset;

@@ -11,8 +11,8 @@ namespace llm_comm::host {
 
 class LoadedKernel {
  public:
-  // Never closes the library: fibers of an aborted grid may still be suspended in its code. Throws std::runtime_error if `library` is not a
-  // shared library, or its kernel does not take one parameter of `parameter_bytes` bytes.
+  // Never closes the library: fibers of an aborted grid may still be suspended in its code. Throws std::runtime_error
+  // if `library` is not a shared library, or its kernel does not take one parameter of `parameter_bytes` bytes.
   LoadedKernel(const std::string& library, const std::string& kernel, uint32_t parameter_bytes) {
     void* const handle = dlopen(library.c_str(), RTLD_NOW | RTLD_LOCAL);
     if (handle == nullptr) throw std::runtime_error("kernel " + kernel + ": " + dlerror());

@@ -34,8 +34,8 @@ struct Table {
   uint64_t world = 0;
   uint64_t max_message_bytes = 0;
   std::vector<Row> rows = {};  // rows of one operation are sorted by size
-  Node content =
-      {};  // everything else of the file, checked: limits, rows of linear layers, and rows for several machines
+  // Everything else of the file, checked: limits, rows of linear layers, and rows for several machines.
+  Node content = {};
 };
 
 // Reads a table from a file or from text. Throws FileError with the valid alternatives.

@@ -1,5 +1,6 @@
 // NVLink multicast on CUDA GPUs (platform.cuh). All multimem instructions of the project are in this file. They need
-// sm_90. The functions trap in code compiled for older GPUs, where grid() of the descriptors never chooses such kernels.
+// sm_90. The functions trap in code compiled for older GPUs, where grid() of the descriptors never chooses such
+// kernels.
 //
 // PTX ISA, "multimem.ld_reduce, multimem.st, multimem.red": only these instructions may access a multimem address, and
 // each accesses all memories that the address maps to. Stores use .v4.f32 for every type: they copy the bits unchanged.
