@@ -40,7 +40,7 @@ SAFE = re.compile(
     # Rows of what ranks have said, and objects that only keep what they are given.
     |partial|LayerKey|LayerRow|Row|rows_of|_Tuning|_CollectiveTuner|_?budget_s|options_of|log\.warning
     # Catches what fails.
-    |sums\.why_not_measured
+    |tuner\.why_not_measured
     # Words for ranks, and a copy of a table.
     |(.*\.)?names\.\w+|table\.with_programs
     # The operations of a communicator, once its ranks are connected.
