@@ -42,6 +42,8 @@ class Algorithm(NamedTuple):
         uses_multimem: Kernels use NVLink multicast (SwitchChannel), which the ranks must have set up.
         sums_in_switch: The switch computes sums, in no defined order. Requires the option ``sum: any``.
         ranks_may_differ: Each rank asks the switch for its own sum, so results may differ bitwise between ranks.
+        wire: Value of option ``wire`` that permits the algorithm, whose ranks exchange quantized values; "" if it
+            exchanges the tensor's own type.
         needs_row: Selected only by an option or a row of a table (AlgorithmInfo in csrc/algorithms/algorithm.h).
     """
 
@@ -56,6 +58,7 @@ class Algorithm(NamedTuple):
     uses_multimem: bool = False
     sums_in_switch: bool = False
     ranks_may_differ: bool = False
+    wire: str = ""
     needs_row: bool = False
 
     @property
@@ -75,7 +78,8 @@ class Algorithm(NamedTuple):
             "symmetric tensors": self.is_symmetric,
             "NVLink multicast": self.uses_multimem,
             "sum=any": self.sums_in_switch,
-            "a row or option": self.needs_row,
+            f"wire={self.wire}": bool(self.wire),
+            "a row or option": self.needs_row and not self.wire,
         }
         return tuple(what for what, is_needed in found.items() if is_needed)
 
@@ -150,6 +154,7 @@ def operations() -> dict[str, Operation]:
             uses_multimem=found.uses_multimem,
             sums_in_switch=found.sums_in_switch,
             ranks_may_differ=found.ranks_may_differ,
+            wire=found.wire,
             needs_row=found.needs_row,
         )
         for found in _core.algorithms()

@@ -138,12 +138,13 @@ struct AlgorithmInfo {
   bool uses_multimem = false;
   bool sums_in_switch = false;    // the switch adds, in any order: only with `sum: any`
   bool ranks_may_differ = false;  // every rank reduces in the switch by itself: ranks may get different bits
+  const char* wire = "";          // value of option `wire` that permits it: ranks exchange quantized values
 
   // True if the algorithm is used only when an option or a table row names it, whatever was measured. Copy engines pay
-  // off for large messages only; NVLink multicast needs a set-up.
+  // off for large messages only; NVLink multicast needs a set-up; quantized values are the operator's choice.
   bool needs_row() const {
     const std::string_view by = protocol;
-    return by == "Port" || by == "CE" || uses_multimem;
+    return by == "Port" || by == "CE" || uses_multimem || *wire != 0;
   }
 };
 

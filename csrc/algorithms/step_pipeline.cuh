@@ -67,8 +67,13 @@ class ChunkBuffers {
       for (uint32_t i = 1; i < World; ++i) targets_[i] = buffers.of((rank + i) % World, hop, t, rank);
     }
     LLM_COMM_DEVICE void store(uint32_t k, Line line) const {
+      for_each([&](Line* target) { store_line(target + k, line); });
+    }
+    // Calls visit(buffer) for the buffer of each peer.
+    template <class Visit>
+    LLM_COMM_DEVICE void for_each(Visit visit) const {
       LLM_COMM_UNROLL(8)
-      for (uint32_t i = 1; i < World; ++i) store_line(targets_[i] + k, line);
+      for (uint32_t i = 1; i < World; ++i) visit(targets_[i]);
     }
 
    private:

@@ -47,7 +47,7 @@ py::object describe(uint32_t number, const Algorithm& algorithm) {
       py::arg("title") = algorithm.info->title, py::arg("data_types") = types,
       py::arg("symmetric") = algorithm.info->symmetric, py::arg("uses_multimem") = algorithm.info->uses_multimem,
       py::arg("sums_in_switch") = algorithm.info->sums_in_switch,
-      py::arg("ranks_may_differ") = algorithm.info->ranks_may_differ,
+      py::arg("ranks_may_differ") = algorithm.info->ranks_may_differ, py::arg("wire") = algorithm.info->wire,
       py::arg("needs_row") = algorithm.info->needs_row(),
       py::arg("tunables") = names(algorithm.tunables->tunable, kAny), py::arg("ranges") = ranges));
 }

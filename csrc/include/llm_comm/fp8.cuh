@@ -40,8 +40,8 @@ LLM_COMM_DEVICE float e4m3_to_float(uint8_t bits) {
 
 // Nearest e4m3 value, ties to even. Values beyond +-448 saturate; NaN becomes 0x7F.
 LLM_COMM_DEVICE uint8_t float_to_e4m3(float value) {
-  uint8_t bits;
-  return convert_to_e4m3(value, bits) ? bits : e4m3_from_bits(float_to_bits(value));
+  uint16_t bits;
+  return convert_to_e4m3(value, 0.0f, bits) ? static_cast<uint8_t>(bits) : e4m3_from_bits(float_to_bits(value));
 }
 
 }  // namespace llm_comm::inline LLM_COMM_TARGET

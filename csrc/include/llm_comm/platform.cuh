@@ -51,7 +51,8 @@
 //                 multicast_add_relaxed, multicast_add_release on uint32_t, uint64_t.
 //                 fence_aliases(): orders accesses to one memory through two addresses (switch_channel.cuh).
 // Conversions     bf16 and fp16 bits <-> float, round to nearest even; every NaN becomes 0x7FFF.
-//                 convert_to_e4m3(x, bits): float_to_e4m3 of fp8.cuh in hardware; false where the target has none.
+//                 convert_to_e4m3(low, high, bits), convert_from_e4m3(bits, low, high): two values as fp8.cuh defines
+//                 them, in hardware; false where the target has no such instruction.
 // Addresses       opaque(p): returns p and hides from the compiler how p was computed.
 // Arithmetic      multiply_add(a, b, c): a * b + c, rounded once. reciprocal_sqrt. larger(a, b): NaN only if both are.
 //                 exponential(x): e^x, with an error of up to two units in the last place.

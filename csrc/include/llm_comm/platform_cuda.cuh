@@ -397,11 +397,21 @@ LLM_COMM_DEVICE float reciprocal_sqrt(float value) { return rsqrtf(value); }
 LLM_COMM_DEVICE float exponential(float value) { return expf(value); }
 LLM_COMM_DEVICE float larger(float a, float b) { return fmaxf(a, b); }
 
-LLM_COMM_DEVICE bool convert_to_e4m3(float value, uint8_t& bits) {
+LLM_COMM_DEVICE bool convert_to_e4m3(float low, float high, uint16_t& bits) {
 #if __CUDA_ARCH__ >= 890
-  uint16_t packed;
-  asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;" : "=h"(packed) : "f"(0.0f), "f"(value));
-  bits = static_cast<uint8_t>(packed);
+  asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;" : "=h"(bits) : "f"(high), "f"(low));
+  return true;
+#else
+  return false;
+#endif
+}
+
+LLM_COMM_DEVICE bool convert_from_e4m3(uint16_t bits, float& low, float& high) {
+#if __CUDA_ARCH__ >= 890
+  uint32_t halves;
+  asm("cvt.rn.f16x2.e4m3x2 %0, %1;" : "=r"(halves) : "h"(bits));
+  low = fp16_to_float(static_cast<uint16_t>(halves));
+  high = fp16_to_float(static_cast<uint16_t>(halves >> 16));
   return true;
 #else
   return false;

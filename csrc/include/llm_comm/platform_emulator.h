@@ -402,6 +402,7 @@ LLM_COMM_DEVICE float multiply_add(float a, float b, float c) { return std::fma(
 LLM_COMM_DEVICE float reciprocal_sqrt(float value) { return 1.0f / std::sqrt(value); }
 LLM_COMM_DEVICE float exponential(float value) { return std::exp(value); }
 LLM_COMM_DEVICE float larger(float a, float b) { return std::fmax(a, b); }
-LLM_COMM_DEVICE bool convert_to_e4m3(float, uint8_t&) { return false; }
+LLM_COMM_DEVICE bool convert_to_e4m3(float, float, uint16_t&) { return false; }
+LLM_COMM_DEVICE bool convert_from_e4m3(uint16_t, float&, float&) { return false; }
 
 }  // namespace llm_comm::inline LLM_COMM_TARGET

@@ -1,0 +1,229 @@
+// Two-shot all-reduce of quantized values (2PA, HB, push): contributions and sums travel with 8 bits an element and a
+// scale for each block (quantized.cuh). For option `wire`.
+//
+// The steps are those of two_shot_hb.cuh: each rank sends its contribution to a slice to the slice's owner, which adds
+// and sends the sums to all. The owner adds its own contribution unquantized, in fp32 and in rank order, and quantizes
+// the sum once. It keeps the same quantized sum that it sends, so all ranks get the same bits. The sum of an element
+// depends on the owner of its slice and on the other elements of its block.
+//
+// A slice is whole blocks, so blocks begin at multiples of kQuantizedBlock elements of the message. The last block is
+// filled up with zeros.
+//
+// A buffer of a chunk holds the codes of its lines, then the scales of its blocks. step_pipeline.cuh proves that buffers
+// may be reused.
+#pragma once
+
+#include "algorithms/all_reduce/chunked_slices.cuh"
+#include "algorithms/all_reduce/slices.cuh"
+#include "algorithms/quantized.cuh"
+#include "algorithms/quantized_reference.h"
+#include "algorithms/step_pipeline.cuh"
+
+namespace llm_comm::inline LLM_COMM_TARGET {
+
+// Lines of a block of elements of `bytes` bytes each.
+constexpr uint32_t lines_of_block(uint32_t bytes) { return kQuantizedBlock * bytes / sizeof(Line); }
+// Lines of the largest slice, in whole blocks.
+constexpr uint64_t lines_of_quantized_slice(uint64_t lines, uint64_t world, uint32_t bytes) {
+  const uint64_t blocks = divide_up(lines, uint64_t{lines_of_block(bytes)});
+  return divide_up(blocks, world) * lines_of_block(bytes);
+}
+
+// What the teams of a block do with chunk t of a slice.
+template <DataType D, int World, Wire W>
+class QuantizedSteps {
+ public:
+  LLM_COMM_DEVICE QuantizedSteps(const DeviceComm& comm, uint32_t block, uint32_t chunk_lines, uint32_t depth,
+                                 uint32_t slice)
+      : rank_(comm.rank),
+        chunk_lines_(chunk_lines),
+        chunks_(block, chunk_lines, slice),
+        buffers_(comm, block, chunk_lines, depth) {}
+
+  // Quantizes this rank's contributions to the slices of other owners, and sends them.
+  template <class SliceOf>
+  LLM_COMM_DEVICE void stage(const Team& team, uint32_t t, SliceOf slice_of) const {
+    buffers_.for_each_staged(t, [&](uint32_t owner, Line* staged) {
+      const auto& slice = slice_of(owner);
+      const uint32_t first = chunks_.first(t);
+      const uint32_t lines = chunks_.lines(t, slice.lines());
+      for_each_of_warp<4>(
+          team, lines, [&](uint32_t k) { return k < lines ? slice.load(first + k) : Line{}; },
+          [&](uint32_t k, Line line) {
+            float x[kPerLine];
+            LineElements<D>::values(line, x);
+            put(staged, k, quantize<W>(x));
+          });
+    });
+  }
+
+  // Adds the contributions to this rank's slice, sends the quantized sums to all peers, and keeps them.
+  template <class Own>
+  LLM_COMM_DEVICE void sum_for_all(const Team& team, uint32_t t, const Own& own) const {
+    const typename Buffers::ToOthers others(buffers_, kSecondHop, t);
+    const uint32_t first = chunks_.first(t);
+    const uint32_t lines = chunks_.lines(t, own.lines());
+    struct Contributions {
+      Line own;
+      QuantizedLine<kPerLine> of[World];
+    };
+    for_each_of_warp<(World <= 2   ? 4
+                      : World <= 4 ? 2
+                                   : 1)>(
+        team, lines,
+        [&](uint32_t k) {
+          Contributions all;
+          all.own = k < lines ? own.load(first + k) : Line{};
+          LLM_COMM_UNROLL(8)
+          for (uint32_t of = 0; of < World; ++of) {
+            if (of != rank_) all.of[of] = get(buffers_.from(kFirstHop, t, of), k);
+          }
+          return all;
+        },
+        [&](uint32_t k, const Contributions& all) {
+          float sum[kPerLine];
+          LLM_COMM_UNROLL(8)
+          for (uint32_t of = 0; of < World; ++of) {
+            float x[kPerLine];
+            if (of == rank_) {
+              LineElements<D>::values(all.own, x);
+            } else {
+              dequantize<W>(all.of[of], x);
+            }
+            LLM_COMM_UNROLL(8)
+            for (uint32_t i = 0; i < kPerLine; ++i) sum[i] = of == 0 ? x[i] : sum[i] + x[i];
+          }
+          const QuantizedLine<kPerLine> quantized = quantize<W>(sum);
+          others.for_each([&](Line* buffer) { put(buffer, k, quantized); });
+          store(own, first, k, lines, quantized);
+        });
+  }
+
+  // Dequantizes the sums of the other owners.
+  template <class SliceOf>
+  LLM_COMM_DEVICE void collect(const Team& team, uint32_t t, SliceOf slice_of) const {
+    LLM_COMM_UNROLL(1)
+    for (uint32_t i = 1; i < World; ++i) {
+      const uint32_t owner = (rank_ + i) % World;
+      const auto& slice = slice_of(owner);
+      const Line* const sent = buffers_.from(kSecondHop, t, owner);
+      const uint32_t first = chunks_.first(t);
+      const uint32_t lines = chunks_.lines(t, slice.lines());
+      for_each_of_warp<4>(
+          team, lines, [&](uint32_t k) { return get(sent, k); },
+          [&](uint32_t k, const QuantizedLine<kPerLine>& sum) { store(slice, first, k, lines, sum); });
+    }
+  }
+
+ private:
+  using Buffers = ChunkBuffers<World>;
+  static constexpr uint32_t kPerLine = LineElements<D>::kCount;
+  static constexpr uint32_t kBlockLines = kQuantizedBlock / kPerLine;
+  using Codes = typename QuantizedLine<kPerLine>::Codes;
+
+  // Loads and processes `lines` lines. The lanes of a warp take neighbouring lines, and all of them take part to the
+  // end: lines past the last one are loaded and processed too. A thread has `Batch` loads in flight.
+  template <uint32_t Batch, class Load, class Process>
+  static LLM_COMM_DEVICE void for_each_of_warp(const Team& team, uint32_t lines, Load load, Process process) {
+    const uint32_t padded = (lines + kWarpThreads - 1) / kWarpThreads * kWarpThreads;
+    for (uint32_t i = team.thread; i < padded; i += Batch * team.threads) {
+      decltype(load(0)) loaded[Batch];
+      LLM_COMM_UNROLL(4)
+      for (uint32_t j = 0; j < Batch; ++j) {
+        if (i + j * team.threads < padded) loaded[j] = load(i + j * team.threads);
+      }
+      LLM_COMM_UNROLL(4)
+      for (uint32_t j = 0; j < Batch; ++j) {
+        if (i + j * team.threads < padded) process(i + j * team.threads, loaded[j]);
+      }
+    }
+  }
+
+  LLM_COMM_DEVICE float* scales(Line* buffer) const {
+    return reinterpret_cast<float*>(reinterpret_cast<Codes*>(buffer) + chunk_lines_);
+  }
+
+  LLM_COMM_DEVICE void put(Line* buffer, uint32_t k, const QuantizedLine<kPerLine>& line) const {
+    store_plain(reinterpret_cast<Codes*>(buffer) + k, line.codes);
+    if (k % kBlockLines == 0) store_plain(scales(buffer) + k / kBlockLines, line.scale);
+  }
+  LLM_COMM_DEVICE QuantizedLine<kPerLine> get(const Line* buffer, uint32_t k) const {
+    return {load_plain(reinterpret_cast<const Codes*>(buffer) + k),
+            load_plain(scales(const_cast<Line*>(buffer)) + k / kBlockLines)};
+  }
+
+  template <class Target>
+  static LLM_COMM_DEVICE void store(const Target& target, uint32_t first, uint32_t k, uint32_t lines,
+                                    const QuantizedLine<kPerLine>& sum) {
+    float x[kPerLine];
+    dequantize<W>(sum, x);
+    if (k < lines) target.store(first + k, LineElements<D>::round(x));
+  }
+
+  uint32_t rank_;
+  uint32_t chunk_lines_;
+  Chunks chunks_;
+  Buffers buffers_;
+};
+
+template <DataType D, int World, Wire W>
+LLM_COMM_DEVICE void two_shot_quantized(const AllReduceArgs& args, OperationKind kind) {
+  const uint32_t block = block_number(args.comm);
+  const uint32_t depth = args.depth < kMinHBDepth ? kMinHBDepth : args.depth;  // arguments() may lower it
+  const Message<D> message(args);
+  const uint32_t lines = message.lines();
+  const auto slice =
+      static_cast<uint32_t>(lines_of_quantized_slice(lines, World, sizeof(typename Element<D>::Storage)));
+  const auto slice_of = [&](uint32_t owner) { return Slice<D>(message, owner, slice, lines); };
+
+  HBSession session(args.comm, kind, message.bytes(), SignalRow::of<CommonSignals>(block), shared_memory<Line>());
+  const StepPipeline<D, World> pipeline(session, args.comm, block, args.tile_lines, depth, slice);
+  const QuantizedSteps<D, World, W> steps(args.comm, block, args.tile_lines, depth, slice);
+  session.wait_for_grids_before(message.precomputed());
+  session.begin();
+  pipeline.run([&](const Team& team, uint32_t t) { steps.stage(team, t, slice_of); },
+               [&](const Team& team, uint32_t t) { steps.sum_for_all(team, t, slice_of(args.comm.rank)); },
+               [&](const Team& team, uint32_t t) { steps.collect(team, t, slice_of); });
+}
+
+// ---- Descriptor ----------------------------------------------------------------------------------------------------
+
+// Algorithm defines kInfo, kWire and kernel().
+template <class Algorithm>
+struct TwoShotQuantized : Chunked<Algorithm> {
+  using Base = Chunked<Algorithm>;
+  static constexpr uint32_t kTeams = 3;  // one quantizes and sends, one adds, one collects
+  // Chunks are whole blocks of any type, for the lanes of whole warps.
+  static constexpr uint32_t kChunkLines = kWarpThreads;
+  static constexpr Tunables kTunables{{{"blocks", 1, kMaxChunkedBlocks},
+                                       {"tile_lines", kChunkLines, 1u << 16},
+                                       {"depth", kMinHBDepth, Base::kMaxDepth}}};
+
+  struct Operation : AllReduce {
+    template <class Input>
+    static uint32_t expect(const Problem& problem, uint32_t, uint64_t i, Input input) {
+      return quantized_sum_of_one<Algorithm::kWire>(problem.type, problem.world, problem.count, i, input);
+    }
+  };
+
+  static constexpr uint64_t shard_lines(const Problem& problem, uint64_t units) {
+    const uint32_t bytes = element_bytes(problem.type);
+    return lines_of_quantized_slice(divide_up(units * bytes, sizeof(Line)), problem.world, bytes);
+  }
+
+  static Tiling tile(const Problem& problem, const TuningParameters& tuning, const Limits& limits) {
+    Tiling tiling = Base::tile(problem, tuning, limits);
+    tiling.tile_lines = tiling.tile_lines < kChunkLines ? kChunkLines : tiling.tile_lines / kChunkLines * kChunkLines;
+    return tiling;
+  }
+
+  static Grid grid(const Problem& problem, const Tiling& tiling, uint64_t units, const Limits& limits) {
+    if (tiling.tile_lines % kChunkLines != 0) {
+      throw std::invalid_argument("tile_lines is " + std::to_string(tiling.tile_lines) + "; it must be a multiple of " +
+                                  std::to_string(kChunkLines));
+    }
+    return Base::grid(problem, tiling, units, limits);
+  }
+};
+
+}  // namespace llm_comm::inline LLM_COMM_TARGET

@@ -1,0 +1,205 @@
+// Lines quantized to 8 bits an element, in blocks of kQuantizedBlock elements with one scale each. For algorithms that
+// send fewer bytes than the tensor has (option `wire`).
+//
+// A block of values x is quantized so:
+//
+//   scale = max(amax * Code::kReciprocal, 2^-126)     amax: the largest magnitude among the finite values
+//   code  = x * (1 / scale), rounded to nearest even, at most Code::kLargest
+//   value = code * scale
+//
+// All arithmetic is fp32, each operation rounded, so every target gets the same bits. A block with an infinity or a NaN
+// stores its scale negated. Its finite values take the codes up to Code::kLargestFinite; the largest code then is an
+// infinity, and Code::kNaN a NaN. So neither spoils the other values of its block.
+//
+// The 1 / kLargest that a scale takes is rounded down, so no value of a block is beyond its amax: a largest finite
+// value stays finite.
+#pragma once
+
+#include "llm_comm/fp8.cuh"
+#include "llm_comm/reduce.cuh"
+
+namespace llm_comm::inline LLM_COMM_TARGET {
+
+enum class Wire : uint32_t { kFP8, kInt8 };
+
+inline constexpr uint32_t kQuantizedBlock = 128;
+inline constexpr float kSmallestQuantizedScale = 0x1p-126f;  // its reciprocal is finite
+inline constexpr uint32_t kInfinityBits = 0x7F800000u;
+
+// The product, rounded: the compiler does not contract it with an addition.
+LLM_COMM_DEVICE float rounded_product(float a, float b) { return multiply_add(a, b, -0.0f); }
+
+// Codes of one format. four(x): the codes of four scaled values, the first in the lowest byte. value(c): that of the
+// code in the lowest byte of c.
+template <Wire W>
+struct Code;
+
+template <>
+struct Code<Wire::kFP8> {
+  static constexpr float kLargest = kLargestE4m3;
+  static constexpr float kLargestFinite = 416.0f;  // the next smaller e4m3 value
+  static constexpr float kReciprocal = 0x1.249248p-9f;
+  static constexpr float kReciprocalOfFinite = 0x1.3b13b0p-9f;
+  static constexpr uint8_t kNaN = 0x7F;
+
+  static LLM_COMM_DEVICE uint32_t four(const float (&x)[4]) {
+    uint16_t low, high;
+    if (convert_to_e4m3(x[0], x[1], low) && convert_to_e4m3(x[2], x[3], high)) return low | uint32_t{high} << 16;
+    uint32_t codes = 0;
+    for (int i = 0; i < 4; ++i) codes |= uint32_t{e4m3_from_bits(float_to_bits(x[i]))} << 8 * i;
+    return codes;
+  }
+  static LLM_COMM_DEVICE void values(uint32_t codes, float (&x)[4]) {
+    if (convert_from_e4m3(static_cast<uint16_t>(codes), x[0], x[1]) &&
+        convert_from_e4m3(static_cast<uint16_t>(codes >> 16), x[2], x[3])) {
+      return;
+    }
+    for (int i = 0; i < 4; ++i) x[i] = e4m3_to_float(static_cast<uint8_t>(codes >> 8 * i));
+  }
+};
+
+template <>
+struct Code<Wire::kInt8> {
+  static constexpr float kLargest = 127.0f;
+  static constexpr float kLargestFinite = 126.0f;
+  static constexpr float kReciprocal = 0x1.020408p-7f;
+  static constexpr float kReciprocalOfFinite = 0x1.041040p-7f;
+  static constexpr uint8_t kNaN = 0x80;
+
+  // Adding 1.5 * 2^23 rounds to an integer and leaves its two's complement in the lowest bits.
+  static LLM_COMM_DEVICE uint32_t four(const float (&x)[4]) {
+    uint32_t codes = 0;
+    LLM_COMM_UNROLL(4)
+    for (int i = 0; i < 4; ++i) codes |= (float_to_bits(x[i] + 0x1.8p23f) & 0xFFu) << 8 * i;
+    return codes;
+  }
+  // 2^23 + n has n in its lowest bits.
+  static LLM_COMM_DEVICE void values(uint32_t codes, float (&x)[4]) {
+    const uint32_t unsigned_codes = codes ^ 0x80808080u;
+    LLM_COMM_UNROLL(4)
+    for (int i = 0; i < 4; ++i) x[i] = bits_to_float(0x4B000000u | (unsigned_codes >> 8 * i & 0xFFu)) - (0x1p23f + 128);
+  }
+};
+
+// A line of N elements: its codes, and the scale of the block that it belongs to.
+template <uint32_t N>
+struct QuantizedLine {
+  struct alignas(N) Codes {
+    uint32_t word[N / 4];
+  };
+  Codes codes;
+  float scale;
+};
+
+LLM_COMM_DEVICE bool is_finite(float x) { return (float_to_bits(x) & 0x7FFFFFFFu) < kInfinityBits; }
+
+// Largest magnitude of a block, as bits, of which each lane has N values. All lanes of a warp call it.
+template <uint32_t N>
+LLM_COMM_DEVICE uint32_t largest_of_block(const float (&x)[N]) {
+  const auto larger_of = [](uint32_t a, uint32_t b) { return a > b ? a : b; };
+  uint32_t largest = 0;
+  LLM_COMM_UNROLL(8)
+  for (uint32_t i = 0; i < N; ++i) largest = larger_of(largest, float_to_bits(x[i]) & 0x7FFFFFFFu);
+  LLM_COMM_UNROLL(5)
+  for (uint32_t mask = 1; mask < kQuantizedBlock / N; mask *= 2) {
+    largest = larger_of(largest, float_to_bits(shuffle_xor(bits_to_float(largest), mask)));
+  }
+  return largest;
+}
+
+template <Wire W, uint32_t N>
+LLM_COMM_DEVICE QuantizedLine<N> quantize_finite(const float (&x)[N], float amax, float reciprocal) {
+  QuantizedLine<N> line;
+  line.scale = larger(rounded_product(amax, reciprocal), kSmallestQuantizedScale);
+  const float inverse = 1.0f / line.scale;
+  LLM_COMM_UNROLL(2)
+  for (uint32_t word = 0; word < N / 4; ++word) {
+    float scaled[4];
+    LLM_COMM_UNROLL(4)
+    for (uint32_t i = 0; i < 4; ++i) scaled[i] = rounded_product(x[4 * word + i], inverse);
+    line.codes.word[word] = Code<W>::four(scaled);
+  }
+  return line;
+}
+
+// quantize() of a warp in which a block has infinities or NaNs.
+template <Wire W, uint32_t N>
+LLM_COMM_DEVICE_CALL QuantizedLine<N> quantize_any(const float (&x)[N]) {
+  const bool escapes = largest_of_block(x) >= kInfinityBits;
+  float finite[N];
+  for (uint32_t i = 0; i < N; ++i) finite[i] = is_finite(x[i]) ? x[i] : 0.0f;
+  QuantizedLine<N> line = quantize_finite<W>(finite, bits_to_float(largest_of_block(finite)),
+                                             escapes ? Code<W>::kReciprocalOfFinite : Code<W>::kReciprocal);
+  if (!escapes) return line;
+  line.scale = -line.scale;
+  for (uint32_t i = 0; i < N; ++i) {
+    if (is_finite(x[i])) continue;
+    const bool is_nan = (float_to_bits(x[i]) & 0x7FFFFFFFu) > kInfinityBits;
+    const float largest[4] = {float_to_bits(x[i]) >> 31 != 0 ? -Code<W>::kLargest : Code<W>::kLargest};
+    const uint32_t code = is_nan ? Code<W>::kNaN : Code<W>::four(largest) & 0xFFu;
+    line.codes.word[i / 4] = (line.codes.word[i / 4] & ~(0xFFu << i % 4 * 8)) | code << i % 4 * 8;
+  }
+  return line;
+}
+
+// Quantizes a line of a block whose other lines the neighbouring lanes have. All lanes of a warp call it, each with a
+// line; blocks begin at lanes that are multiples of kQuantizedBlock / N.
+template <Wire W, uint32_t N>
+LLM_COMM_DEVICE QuantizedLine<N> quantize(const float (&x)[N]) {
+  const uint32_t largest = largest_of_block(x);
+  if (any_lane(largest >= kInfinityBits)) return quantize_any<W>(x);
+  return quantize_finite<W>(x, bits_to_float(largest), Code<W>::kReciprocal);
+}
+
+// dequantize() of a line of a block with infinities or NaNs.
+template <Wire W, uint32_t N>
+LLM_COMM_DEVICE_CALL void dequantize_any(const QuantizedLine<N>& line, float (&x)[N]) {
+  for (uint32_t i = 0; i < N; ++i) {
+    const uint32_t code = line.codes.word[i / 4] >> i % 4 * 8 & 0xFFu;
+    float values[4];
+    Code<W>::values(code, values);
+    const bool is_infinite = values[0] == Code<W>::kLargest || values[0] == -Code<W>::kLargest;
+    const uint32_t sign = float_to_bits(values[0]) & 0x80000000u;
+    x[i] = code == Code<W>::kNaN ? bits_to_float(0x7FFFFFFFu)
+           : is_infinite         ? bits_to_float(sign | kInfinityBits)
+                                 : rounded_product(values[0], -line.scale);
+  }
+}
+
+template <Wire W, uint32_t N>
+LLM_COMM_DEVICE void dequantize(const QuantizedLine<N>& line, float (&x)[N]) {
+  if (float_to_bits(line.scale) >> 31 != 0) return dequantize_any<W>(line, x);
+  LLM_COMM_UNROLL(2)
+  for (uint32_t word = 0; word < N / 4; ++word) {
+    float values[4];
+    Code<W>::values(line.codes.word[word], values);
+    LLM_COMM_UNROLL(4)
+    for (uint32_t i = 0; i < 4; ++i) x[4 * word + i] = rounded_product(values[i], line.scale);
+  }
+}
+
+// The elements of a line, as floats, and back.
+template <DataType D>
+struct LineElements {
+  using E = Element<D>;
+  using Storage = typename E::Storage;
+  static constexpr uint32_t kCount = sizeof(Line) / sizeof(Storage);
+  static constexpr uint32_t kPerWord = 4 / sizeof(Storage);
+
+  static LLM_COMM_DEVICE void values(Line line, float (&x)[kCount]) {
+    LLM_COMM_UNROLL(8)
+    for (uint32_t i = 0; i < kCount; ++i) {
+      x[i] = E::value(static_cast<Storage>(line.word[i / kPerWord] >> i % kPerWord * (32 / kPerWord)));
+    }
+  }
+  static LLM_COMM_DEVICE Line round(const float (&x)[kCount]) {
+    Line line{};
+    LLM_COMM_UNROLL(8)
+    for (uint32_t i = 0; i < kCount; ++i) {
+      line.word[i / kPerWord] |= static_cast<uint32_t>(E::round(x[i])) << i % kPerWord * (32 / kPerWord);
+    }
+    return line;
+  }
+};
+
+}  // namespace llm_comm::inline LLM_COMM_TARGET

@@ -1,0 +1,61 @@
+// Reference results of collectives that exchange quantized values, computed element by element on the host. For tests.
+#pragma once
+
+#include <vector>
+
+#include "algorithms/launch_shape.h"
+#include "algorithms/quantized.cuh"
+#include "algorithms/reference.h"
+
+namespace llm_comm::inline LLM_COMM_TARGET {
+
+// Values of a block after they were quantized, as quantized.cuh defines it.
+template <Wire W>
+inline void quantize_and_back(std::vector<float>& block) {
+  float amax = 0.0f;
+  bool escapes = false;
+  for (const float x : block) {
+    if (is_finite(x)) {
+      amax = larger(amax, x < 0 ? -x : x);
+    } else {
+      escapes = true;
+    }
+  }
+  const float reciprocal = escapes ? Code<W>::kReciprocalOfFinite : Code<W>::kReciprocal;
+  const float scale = larger(amax * reciprocal, kSmallestQuantizedScale);
+  const float inverse = 1.0f / scale;
+  for (float& x : block) {
+    if (!is_finite(x)) {
+      if (x != x) x = bits_to_float(0x7FFFFFFFu);
+      continue;
+    }
+    const float scaled[4] = {x * inverse};
+    float values[4];
+    Code<W>::values(Code<W>::four(scaled), values);
+    x = values[0] * scale;
+  }
+}
+
+// Element i of the sum that TwoShotQuantized makes, as bits; input(r, j) returns element j of rank r.
+template <Wire W, class Input>
+inline uint32_t quantized_sum_of_one(DataType type, uint32_t world, uint64_t count, uint64_t i, Input input) {
+  return for_type(type, [&]<DataType D>() -> uint32_t {
+    using E = Element<D>;
+    const uint64_t slice = divide_up(divide_up(count, uint64_t{kQuantizedBlock}), uint64_t{world}) * kQuantizedBlock;
+    const uint64_t first = i / kQuantizedBlock * kQuantizedBlock;
+    const uint64_t elements = count - first < kQuantizedBlock ? count - first : kQuantizedBlock;
+    std::vector<float> sum(elements);
+    for (uint32_t rank = 0; rank < world; ++rank) {
+      std::vector<float> block(elements);
+      for (uint64_t j = 0; j < elements; ++j) {
+        block[j] = E::value(static_cast<typename E::Storage>(input(rank, first + j)));
+      }
+      if (rank != i / slice) quantize_and_back<W>(block);
+      for (uint64_t j = 0; j < elements; ++j) sum[j] = rank == 0 ? block[j] : sum[j] + block[j];
+    }
+    quantize_and_back<W>(sum);
+    return E::round(sum[i - first]);
+  });
+}
+
+}  // namespace llm_comm::inline LLM_COMM_TARGET
