@@ -121,10 +121,12 @@ struct Chunked {
 
   // Number of ranks whose chunks a rank buffers in each stage.
   static constexpr uint64_t senders(uint64_t world) { return world - 1; }
+  // Lines of a buffer for a chunk of `tile_lines` lines.
+  static constexpr uint64_t buffer_lines(uint64_t tile_lines) { return tile_lines; }
   // Staging memory of a grid. Each hop uses one half.
   static constexpr uint64_t staging_bytes(const Tiling& tiling, uint64_t world) {
-    return 2 * 2 * uint64_t{tiling.depth} * tiling.blocks * Algorithm::senders(world) * tiling.tile_lines *
-           sizeof(Line);
+    return 2 * 2 * uint64_t{tiling.depth} * tiling.blocks * Algorithm::senders(world) *
+           Algorithm::buffer_lines(tiling.tile_lines) * sizeof(Line);
   }
 
   // If the staging memory is too small, chunks shrink and the number of blocks stays.

@@ -91,15 +91,21 @@ struct QuantizedLine {
   float scale;
 };
 
+// The values of a line. Functions that are called take and return them by value, in registers.
+template <uint32_t N>
+struct Values {
+  float of[N];
+};
+
 LLM_COMM_DEVICE bool is_finite(float x) { return (float_to_bits(x) & 0x7FFFFFFFu) < kInfinityBits; }
 
 // Largest magnitude of a block, as bits, of which each lane has N values. All lanes of a warp call it.
 template <uint32_t N>
-LLM_COMM_DEVICE uint32_t largest_of_block(const float (&x)[N]) {
+LLM_COMM_DEVICE uint32_t largest_of_block(const Values<N>& x) {
   const auto larger_of = [](uint32_t a, uint32_t b) { return a > b ? a : b; };
   uint32_t largest = 0;
   LLM_COMM_UNROLL(8)
-  for (uint32_t i = 0; i < N; ++i) largest = larger_of(largest, float_to_bits(x[i]) & 0x7FFFFFFFu);
+  for (uint32_t i = 0; i < N; ++i) largest = larger_of(largest, float_to_bits(x.of[i]) & 0x7FFFFFFFu);
   LLM_COMM_UNROLL(5)
   for (uint32_t mask = 1; mask < kQuantizedBlock / N; mask *= 2) {
     largest = larger_of(largest, float_to_bits(shuffle_xor(bits_to_float(largest), mask)));
@@ -108,7 +114,7 @@ LLM_COMM_DEVICE uint32_t largest_of_block(const float (&x)[N]) {
 }
 
 template <Wire W, uint32_t N>
-LLM_COMM_DEVICE QuantizedLine<N> quantize_finite(const float (&x)[N], float amax, float reciprocal) {
+LLM_COMM_DEVICE QuantizedLine<N> quantize_finite(const Values<N>& x, float amax, float reciprocal) {
   QuantizedLine<N> line;
   line.scale = larger(rounded_product(amax, reciprocal), kSmallestQuantizedScale);
   const float inverse = 1.0f / line.scale;
@@ -116,7 +122,7 @@ LLM_COMM_DEVICE QuantizedLine<N> quantize_finite(const float (&x)[N], float amax
   for (uint32_t word = 0; word < N / 4; ++word) {
     float scaled[4];
     LLM_COMM_UNROLL(4)
-    for (uint32_t i = 0; i < 4; ++i) scaled[i] = rounded_product(x[4 * word + i], inverse);
+    for (uint32_t i = 0; i < 4; ++i) scaled[i] = rounded_product(x.of[4 * word + i], inverse);
     line.codes.word[word] = Code<W>::four(scaled);
   }
   return line;
@@ -124,18 +130,20 @@ LLM_COMM_DEVICE QuantizedLine<N> quantize_finite(const float (&x)[N], float amax
 
 // quantize() of a warp in which a block has infinities or NaNs.
 template <Wire W, uint32_t N>
-LLM_COMM_DEVICE_CALL QuantizedLine<N> quantize_any(const float (&x)[N]) {
+LLM_COMM_DEVICE_CALL QuantizedLine<N> quantize_any(Values<N> x) {
   const bool escapes = largest_of_block(x) >= kInfinityBits;
-  float finite[N];
-  for (uint32_t i = 0; i < N; ++i) finite[i] = is_finite(x[i]) ? x[i] : 0.0f;
+  Values<N> finite;
+  LLM_COMM_UNROLL(8)
+  for (uint32_t i = 0; i < N; ++i) finite.of[i] = is_finite(x.of[i]) ? x.of[i] : 0.0f;
   QuantizedLine<N> line = quantize_finite<W>(finite, bits_to_float(largest_of_block(finite)),
                                              escapes ? Code<W>::kReciprocalOfFinite : Code<W>::kReciprocal);
   if (!escapes) return line;
   line.scale = -line.scale;
+  LLM_COMM_UNROLL(8)
   for (uint32_t i = 0; i < N; ++i) {
-    if (is_finite(x[i])) continue;
-    const bool is_nan = (float_to_bits(x[i]) & 0x7FFFFFFFu) > kInfinityBits;
-    const float largest[4] = {float_to_bits(x[i]) >> 31 != 0 ? -Code<W>::kLargest : Code<W>::kLargest};
+    if (is_finite(x.of[i])) continue;
+    const bool is_nan = (float_to_bits(x.of[i]) & 0x7FFFFFFFu) > kInfinityBits;
+    const float largest[4] = {float_to_bits(x.of[i]) >> 31 != 0 ? -Code<W>::kLargest : Code<W>::kLargest};
     const uint32_t code = is_nan ? Code<W>::kNaN : Code<W>::four(largest) & 0xFFu;
     line.codes.word[i / 4] = (line.codes.word[i / 4] & ~(0xFFu << i % 4 * 8)) | code << i % 4 * 8;
   }
@@ -145,7 +153,7 @@ LLM_COMM_DEVICE_CALL QuantizedLine<N> quantize_any(const float (&x)[N]) {
 // Quantizes a line of a block whose other lines the neighbouring lanes have. All lanes of a warp call it, each with a
 // line; blocks begin at lanes that are multiples of kQuantizedBlock / N.
 template <Wire W, uint32_t N>
-LLM_COMM_DEVICE QuantizedLine<N> quantize(const float (&x)[N]) {
+LLM_COMM_DEVICE QuantizedLine<N> quantize(const Values<N>& x) {
   const uint32_t largest = largest_of_block(x);
   if (any_lane(largest >= kInfinityBits)) return quantize_any<W>(x);
   return quantize_finite<W>(x, bits_to_float(largest), Code<W>::kReciprocal);
@@ -153,29 +161,34 @@ LLM_COMM_DEVICE QuantizedLine<N> quantize(const float (&x)[N]) {
 
 // dequantize() of a line of a block with infinities or NaNs.
 template <Wire W, uint32_t N>
-LLM_COMM_DEVICE_CALL void dequantize_any(const QuantizedLine<N>& line, float (&x)[N]) {
+LLM_COMM_DEVICE_CALL Values<N> dequantize_any(QuantizedLine<N> line) {
+  Values<N> x;
+  LLM_COMM_UNROLL(8)
   for (uint32_t i = 0; i < N; ++i) {
     const uint32_t code = line.codes.word[i / 4] >> i % 4 * 8 & 0xFFu;
-    float values[4];
-    Code<W>::values(code, values);
-    const bool is_infinite = values[0] == Code<W>::kLargest || values[0] == -Code<W>::kLargest;
-    const uint32_t sign = float_to_bits(values[0]) & 0x80000000u;
-    x[i] = code == Code<W>::kNaN ? bits_to_float(0x7FFFFFFFu)
-           : is_infinite         ? bits_to_float(sign | kInfinityBits)
-                                 : rounded_product(values[0], -line.scale);
+    float value[4];
+    Code<W>::values(code, value);
+    const bool is_infinite = value[0] == Code<W>::kLargest || value[0] == -Code<W>::kLargest;
+    const uint32_t sign = float_to_bits(value[0]) & 0x80000000u;
+    x.of[i] = code == Code<W>::kNaN ? bits_to_float(0x7FFFFFFFu)
+              : is_infinite         ? bits_to_float(sign | kInfinityBits)
+                                    : rounded_product(value[0], -line.scale);
   }
+  return x;
 }
 
 template <Wire W, uint32_t N>
-LLM_COMM_DEVICE void dequantize(const QuantizedLine<N>& line, float (&x)[N]) {
-  if (float_to_bits(line.scale) >> 31 != 0) return dequantize_any<W>(line, x);
+LLM_COMM_DEVICE Values<N> dequantize(const QuantizedLine<N>& line) {
+  if (float_to_bits(line.scale) >> 31 != 0) return dequantize_any<W>(line);
+  Values<N> x;
   LLM_COMM_UNROLL(2)
   for (uint32_t word = 0; word < N / 4; ++word) {
-    float values[4];
-    Code<W>::values(line.codes.word[word], values);
+    float value[4];
+    Code<W>::values(line.codes.word[word], value);
     LLM_COMM_UNROLL(4)
-    for (uint32_t i = 0; i < 4; ++i) x[4 * word + i] = rounded_product(values[i], line.scale);
+    for (uint32_t i = 0; i < 4; ++i) x.of[4 * word + i] = rounded_product(value[i], line.scale);
   }
+  return x;
 }
 
 // The elements of a line, as floats, and back.
@@ -186,17 +199,19 @@ struct LineElements {
   static constexpr uint32_t kCount = sizeof(Line) / sizeof(Storage);
   static constexpr uint32_t kPerWord = 4 / sizeof(Storage);
 
-  static LLM_COMM_DEVICE void values(Line line, float (&x)[kCount]) {
+  static LLM_COMM_DEVICE Values<kCount> values(Line line) {
+    Values<kCount> x;
     LLM_COMM_UNROLL(8)
     for (uint32_t i = 0; i < kCount; ++i) {
-      x[i] = E::value(static_cast<Storage>(line.word[i / kPerWord] >> i % kPerWord * (32 / kPerWord)));
+      x.of[i] = E::value(static_cast<Storage>(line.word[i / kPerWord] >> i % kPerWord * (32 / kPerWord)));
     }
+    return x;
   }
-  static LLM_COMM_DEVICE Line round(const float (&x)[kCount]) {
+  static LLM_COMM_DEVICE Line round(const Values<kCount>& x) {
     Line line{};
     LLM_COMM_UNROLL(8)
     for (uint32_t i = 0; i < kCount; ++i) {
-      line.word[i / kPerWord] |= static_cast<uint32_t>(E::round(x[i])) << i % kPerWord * (32 / kPerWord);
+      line.word[i / kPerWord] |= static_cast<uint32_t>(E::round(x.of[i])) << i % kPerWord * (32 / kPerWord);
     }
     return line;
   }

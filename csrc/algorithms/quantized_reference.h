@@ -1,6 +1,9 @@
 // Reference results of collectives that exchange quantized values, computed element by element on the host. For tests.
 #pragma once
 
+#include <algorithm>
+#include <bit>
+#include <cmath>
 #include <vector>
 
 #include "algorithms/launch_shape.h"
@@ -9,26 +12,24 @@
 
 namespace llm_comm::inline LLM_COMM_TARGET {
 
-// Values of a block after they were quantized, as quantized.cuh defines it.
+// Replaces the values of a block by what their codes mean (quantized.cuh).
 template <Wire W>
 inline void quantize_and_back(std::vector<float>& block) {
   float amax = 0.0f;
   bool escapes = false;
   for (const float x : block) {
-    if (is_finite(x)) {
-      amax = larger(amax, x < 0 ? -x : x);
+    if (std::isfinite(x)) {
+      amax = std::max(amax, std::fabs(x));
     } else {
       escapes = true;
     }
   }
   const float reciprocal = escapes ? Code<W>::kReciprocalOfFinite : Code<W>::kReciprocal;
-  const float scale = larger(amax * reciprocal, kSmallestQuantizedScale);
+  const float scale = std::max(amax * reciprocal, kSmallestQuantizedScale);
   const float inverse = 1.0f / scale;
   for (float& x : block) {
-    if (!is_finite(x)) {
-      if (x != x) x = bits_to_float(0x7FFFFFFFu);
-      continue;
-    }
+    if (std::isnan(x)) x = std::bit_cast<float>(0x7FFFFFFFu);
+    if (!std::isfinite(x)) continue;
     const float scaled[4] = {x * inverse};
     float values[4];
     Code<W>::values(Code<W>::four(scaled), values);

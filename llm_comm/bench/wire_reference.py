@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 #: Slices are multiples of this number of elements; blocks divide it.
-SLICE_UNIT = 512
+SLICE_UNIT = 128
 #: Smallest scale: the smallest normal fp32, so that its inverse is finite.
 SMALLEST_SCALE = 2.0**-126
 

@@ -38,7 +38,9 @@ class AllReduceCall final : public Call {
       continued_ = before;
     } else {
       const uint32_t per_line = static_cast<uint32_t>(sizeof(Line)) / element_bytes(type);
-      const uint32_t most_lines = shares_out() ? 2 * ranks + 2 : (ranks > 4 ? 5 : 9);
+      const uint32_t most_lines = is_quantized() ? (ranks + 1) * kQuantizedBlock / per_line + 1
+                                  : shares_out() ? 2 * ranks + 2
+                                                 : (ranks > 4 ? 5 : 9);
       const uint32_t lines = random.chance(96) ? 1 : random.between(1, most_lines);
       problem_.count =
           random.chance(96) ? lines * per_line : random.between(lines * per_line - per_line + 1, lines * per_line);
@@ -96,6 +98,9 @@ class AllReduceCall final : public Call {
     return shares;
   }
 
+  // Whether ranks exchange quantized values. Such an algorithm is given a message of a few blocks for every rank.
+  bool is_quantized() const { return *info_of(algorithm_).info->wire != 0; }
+
   const Tensor& input(uint32_t rank) const { return continued_ != nullptr ? continued_->output(rank) : inputs_[rank]; }
   const Tensor& output(uint32_t rank) const { return in_place_ ? input(rank) : outputs_[rank]; }
 
@@ -116,8 +121,17 @@ class AllReduceCall final : public Call {
         inputs_[rank].set(i, values[rank]);
       }
       if (info_of(algorithm_).info->sums_in_switch) sums_.expect(problem_.type, values);
-      expected_.push_back(AllReduce::expect(problem_, 0, i, [&](uint32_t rank, uint64_t) { return values[rank]; }));
     }
+    const auto value = [&](uint32_t rank, uint64_t i) {
+      return continued_ != nullptr ? continued_->expected_[i] : inputs_[rank].at(i);
+    };
+    Registry::at(algorithm_, [&]<class A>() {
+      if constexpr (std::is_base_of_v<AllReduce, typename A::Operation>) {
+        for (uint64_t i = 0; i < problem_.count; ++i) {
+          expected_.push_back(A::Operation::expect(problem_, 0, i, value));
+        }
+      }
+    });
   }
 
   uint32_t algorithm_;

@@ -43,7 +43,7 @@ Tiling draw_tiling(uint32_t number, const Problem& problem, Random& random) {
     for (const Tunable& tunable : algorithm.tunables->tunable) {
       if (tunable.name == nullptr) continue;
       const std::string name = tunable.name;
-      const uint32_t value = draw_tunable(tunable, random);
+      const uint32_t value = attempt == 20 ? tunable.min : draw_tunable(tunable, random);
       if (name == "blocks") choice.blocks = value;
       if (name == "threads") choice.threads = value;
       if (name == "tile_lines") choice.tile_lines = value;
@@ -54,7 +54,8 @@ Tiling draw_tiling(uint32_t number, const Problem& problem, Random& random) {
     const bool is_cut = random.chance(96);
     if (is_cut) limits.slot_bytes = problem.world * sizeof(Line) * random.between(1, 8);
     if (attempt == 20) {
-      choice = algorithm.candidates(problem, limits).at(0);
+      const std::vector<TuningParameters> found = algorithm.candidates(problem, limits);
+      if (!found.empty()) choice = found[0];
       limits.slot_bytes = kSlotBytes;
     }
     try {

@@ -10,8 +10,10 @@ import torch
 from values import DTYPES, Values, draw_values
 
 LINE_BYTES = 16
+#: Communicators whose ranks exchange quantized values, with the format.
+QUANTIZED = {"two_shot_fp8": "e4m3", "two_shot_int8": "int8"}
 #: Of ``random_cases.open_communicators``.
-COMMUNICATORS = ("one_shot", "two_shot", "one_shot_hb", "two_shot_hb", "auto", "odd_table")
+COMMUNICATORS = ("one_shot", "two_shot", "one_shot_hb", "two_shot_hb", "auto", "odd_table", *QUANTIZED)
 
 
 @dataclass(frozen=True)
@@ -69,14 +71,14 @@ class Case:
 def draw_case(number: int, options: argparse.Namespace, world: int) -> Case:
     rng = random.Random(f"{options.seed}/{number}")
     if rng.random() >= options.graph_share:
-        names = rng.sample(COMMUNICATORS, 1 if options.few_calls else len(COMMUNICATORS))
+        names = rng.sample(options.communicators, 1 if options.few_calls else len(options.communicators))
         calls = tuple(_draw_call(rng, name, world) for name in names)
         return Case(number, (), (EagerStep(_draw_message(rng, options.max_count, world), calls),))
-    graphs = tuple(_draw_graph(rng, options.max_count // 4, world) for _ in range(rng.randint(1, 3)))
+    graphs = tuple(_draw_graph(rng, options, world) for _ in range(rng.randint(1, 3)))
     steps: list[EagerStep | ReplayStep] = []
     for _ in range(rng.randint(2, 5) if options.few_calls else rng.randint(4, 10)):
         if rng.random() < 0.3:
-            calls = (_draw_call(rng, rng.choice(COMMUNICATORS), world),)
+            calls = (_draw_call(rng, rng.choice(options.communicators), world),)
             steps.append(EagerStep(_draw_message(rng, options.max_count // 16, world), calls))
         else:
             times = rng.choice((1, 1, 2) if options.few_calls else (1, 1, 1, 2, 5, 17))
@@ -84,14 +86,14 @@ def draw_case(number: int, options: argparse.Namespace, world: int) -> Case:
     return Case(number, graphs, tuple(steps))
 
 
-def _draw_graph(rng: random.Random, max_count: int, world: int) -> tuple[tuple[Message, Call], ...]:
+def _draw_graph(rng: random.Random, options: argparse.Namespace, world: int) -> tuple[tuple[Message, Call], ...]:
     calls: list[tuple[Message, Call]] = []
     for _ in range(rng.randint(2, 6)):
-        name = rng.choice(COMMUNICATORS)
+        name = rng.choice(options.communicators)
         if calls and rng.random() < 0.2:
             calls.append((calls[-1][0], _draw_call(rng, name, world, chained=True)))
             continue
-        message = _draw_message(rng, max_count, world)
+        message = _draw_message(rng, options.max_count // 4, world)
         if not calls and message.count == 0:  # an empty graph is no test
             message = Message(1, message.dtype, message.values)
         calls.append((message, _draw_call(rng, name, world)))

@@ -21,19 +21,22 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 from common import GraphPool, Recording, Session, add_seconds, parser, report, run, session
 from fused_cases import FusedCase, FusedRunner, draw_fused_case
-from plain_cases import COMMUNICATORS, Call, Case, EagerStep, Message, ReplayStep, draw_case
+from plain_cases import COMMUNICATORS, QUANTIZED, Call, Case, EagerStep, Message, ReplayStep, draw_case
 from values import Inputs, beyond_bound, bits, describe, differs, rank_order_sum
 from verdicts import Guarded, Verdicts, Where, weights_of
 
 from llm_comm import Communicator, Config
+from llm_comm.bench.wire_reference import quantized_all_reduce
 
+#: kQuantizedBlock of csrc/algorithms/quantized.cuh.
+QUANTIZED_BLOCK = 128
 SETTLE_EVERY = 50
 MOST_FAILURES = 10
 # Grids and tiles that nobody would choose, so that blocks walk over many tiles with work in flight.
@@ -96,12 +99,13 @@ class Runner:
     def _run_eager(self, case: Case, name: str, step: EagerStep) -> None:
         message = step.message
         rows = self._rows(case, name, message)
-        expected = rank_order_sum(rows)
         for call in step.calls:
+            expected = expected_sum(rows, call)
             source, target = self._buffers(message, call)
             source.data.copy_(rows[self._ranks.rank])
             got = self._all_reduce(call, source.data, source if call.placement == "in_place" else target)
-            self._verify(Where(case.number, f"{name}, eager", message, call), got, rows, expected, source, target)
+            kind = QUANTIZED.get(call.communicator, "eager")
+            self._verify(Where(case.number, f"{name}, {kind}", message, call), got, rows, expected, source, target)
 
     def _buffers(self, message: Message, call: Call) -> tuple[Guarded, Guarded | None]:
         rank, device = self._ranks.rank, self._ranks.device
@@ -149,7 +153,7 @@ class Runner:
                 rows.append(self._rows(case, f"{name}/{i}", message))
                 stage = graph.stages[i] if call.placement == "in_place" else source.data
                 stage.copy_(rows[-1][self._ranks.rank])
-            expected.append(rank_order_sum(rows[-1]))
+            expected.append(expected_sum(rows[-1], call))
         for _ in range(step.times):
             results = graph.recording.replay()
         self.replays += step.times
@@ -178,13 +182,20 @@ class Runner:
         if source is not None and call.placement != "in_place":
             changed = (bits(source.data) != bits(rows[self._ranks.rank])).sum()
         digest = (bits(got).to(torch.int64) * self._weights[: message.count]).sum()
-        self.verdicts.add(where, [wrong.sum(), beyond_bound(got, rows).sum(), damage, changed], digest)
+        beyond = nothing if call.communicator in QUANTIZED else beyond_bound(got, rows).sum()
+        self.verdicts.add(where, [wrong.sum(), beyond, damage, changed], digest)
         self.calls[call.communicator, "graph" if "graph" in where.result else "eager"] += 1
         self.elements += message.count
         if self._shows_elements and wrong.any():
             places = wrong.nonzero().flatten().tolist()
             shown = describe(got, expected, places[:8])
             print(f"rank {self._ranks.rank}, {where.result}: {len(places)} wrong: {shown}", flush=True)
+
+
+def expected_sum(rows: torch.Tensor, call: Call) -> torch.Tensor:
+    """Return the result of a call whose ranks contribute ``rows``: [world, count]."""
+    wire = QUANTIZED.get(call.communicator)
+    return rank_order_sum(rows) if wire is None else quantized_all_reduce(rows, wire, QUANTIZED_BLOCK)
 
 
 @dataclass(frozen=True)
@@ -196,7 +207,7 @@ class RecordedGraph:
 
 
 @contextlib.contextmanager
-def open_communicators(ranks: Session) -> Iterator[dict[str, Communicator]]:
+def open_communicators(ranks: Session, names: Sequence[str] = COMMUNICATORS) -> Iterator[dict[str, Communicator]]:
     with tempfile.TemporaryDirectory() as directory, contextlib.ExitStack() as stack:
         table = Path(directory, "odd.yaml")
         table.write_text(ODD_TABLE, encoding="utf-8")
@@ -206,7 +217,7 @@ def open_communicators(ranks: Session) -> Iterator[dict[str, Communicator]]:
             config = config.replace(table=str(table)) if name == "odd_table" else config.replace(algorithm=name)
             return Communicator(ranks.group, ranks.device, config)
 
-        yield {name: stack.enter_context(make(name)) for name in COMMUNICATORS}
+        yield {name: stack.enter_context(make(name)) for name in names}
 
 
 def run_cases(runner: Runner | FusedRunner, ranks: Session, options: argparse.Namespace) -> tuple[int, list[str]]:
@@ -218,7 +229,7 @@ def run_cases(runner: Runner | FusedRunner, ranks: Session, options: argparse.Na
     for number in numbers:
         case: Case | FusedCase
         if options.fused:
-            case = draw_fused_case(number, options, ranks.world, COMMUNICATORS)
+            case = draw_fused_case(number, options, ranks.world, options.communicators)
         else:
             case = draw_case(number, options, ranks.world)
         ranks.watchdog.progress(f"case {number}")
@@ -280,6 +291,7 @@ def main() -> int:
     options.add_argument("--only", type=int, metavar="CASE", help="run this case alone and show wrong elements")
     options.add_argument("--max-count", type=int, help=f"elements; {_by_default('max_count')}")
     options.add_argument("--graph-share", type=float, help=f"share of graphs; {_by_default('graph_share')}")
+    options.add_argument("--communicators", nargs="+", choices=COMMUNICATORS, default=COMMUNICATORS, metavar="NAME")
     options.add_argument("--few-calls", action="store_true", help="as where ranks share a GPU")
     arguments = options.parse_args()
     with session(arguments) as ranks:
@@ -295,7 +307,7 @@ def main() -> int:
         fused.cases = arguments.fused_cases
         if arguments.both and arguments.json is not None:
             fused.json = arguments.json.with_stem(f"{arguments.json.stem}_fused")
-        with open_communicators(ranks) as communicators:
+        with open_communicators(ranks, arguments.communicators) as communicators:
             kinds_to_run = [plain, fused] if arguments.both else [fused if arguments.fused else plain]
             wrong = [kind for kind in kinds_to_run if not run_kind(ranks, communicators, kind)]
     return 1 if wrong else 0
@@ -319,7 +331,7 @@ def _report(
     if failures:
         print("again with --only CASE, the same other options and the same number of ranks", file=sys.stderr)
     table = [("communicator", "eager results", "graph results")]
-    table += [(n, str(runner.calls[n, "eager"]), str(runner.calls[n, "graph"])) for n in COMMUNICATORS]
+    table += [(n, str(runner.calls[n, "eager"]), str(runner.calls[n, "graph"])) for n in options.communicators]
     table += [("", "", "")]
     figures = {
         "seed": options.seed,

@@ -21,12 +21,19 @@
 
 namespace llm_comm::inline LLM_COMM_TARGET {
 
-// Lines of a block of elements of `bytes` bytes each.
-constexpr uint32_t lines_of_block(uint32_t bytes) { return kQuantizedBlock * bytes / sizeof(Line); }
-// Lines of the largest slice, in whole blocks.
-constexpr uint64_t lines_of_quantized_slice(uint64_t lines, uint64_t world, uint32_t bytes) {
-  const uint64_t blocks = divide_up(lines, uint64_t{lines_of_block(bytes)});
-  return divide_up(blocks, world) * lines_of_block(bytes);
+// Lines of the largest slice, in whole blocks, of a message of elements of `bytes` bytes each.
+LLM_COMM_HOST_DEVICE constexpr uint64_t lines_of_quantized_slice(uint64_t lines, uint64_t world, uint32_t bytes) {
+  const uint64_t lines_of_block = kQuantizedBlock * bytes / sizeof(Line);
+  const uint64_t blocks = (lines + lines_of_block - 1) / lines_of_block;
+  return (blocks + world - 1) / world * lines_of_block;
+}
+
+// Chunks are multiples of this: the lanes of whole warps, and whole blocks of any type.
+inline constexpr uint32_t kQuantizedChunkLines = kWarpThreads;
+// Lines of the buffer of a chunk of `lines` lines: half of them for codes of one byte, of 16 bits at least before, and
+// a line for the scales of every kQuantizedChunkLines.
+LLM_COMM_HOST_DEVICE constexpr uint32_t lines_of_quantized_chunk(uint32_t lines) {
+  return lines / kQuantizedChunkLines * (kQuantizedChunkLines / 2 + 1);
 }
 
 // What the teams of a block do with chunk t of a slice.
@@ -38,7 +45,7 @@ class QuantizedSteps {
       : rank_(comm.rank),
         chunk_lines_(chunk_lines),
         chunks_(block, chunk_lines, slice),
-        buffers_(comm, block, chunk_lines, depth) {}
+        buffers_(comm, block, lines_of_quantized_chunk(chunk_lines), depth) {}
 
   // Quantizes this rank's contributions to the slices of other owners, and sends them.
   template <class SliceOf>
@@ -49,11 +56,7 @@ class QuantizedSteps {
       const uint32_t lines = chunks_.lines(t, slice.lines());
       for_each_of_warp<4>(
           team, lines, [&](uint32_t k) { return k < lines ? slice.load(first + k) : Line{}; },
-          [&](uint32_t k, Line line) {
-            float x[kPerLine];
-            LineElements<D>::values(line, x);
-            put(staged, k, quantize<W>(x));
-          });
+          [&](uint32_t k, Line line) { put(staged, k, quantize<W>(LineElements<D>::values(line))); });
     });
   }
 
@@ -81,17 +84,12 @@ class QuantizedSteps {
           return all;
         },
         [&](uint32_t k, const Contributions& all) {
-          float sum[kPerLine];
+          Values<kPerLine> sum;
           LLM_COMM_UNROLL(8)
           for (uint32_t of = 0; of < World; ++of) {
-            float x[kPerLine];
-            if (of == rank_) {
-              LineElements<D>::values(all.own, x);
-            } else {
-              dequantize<W>(all.of[of], x);
-            }
+            const Values<kPerLine> x = of == rank_ ? LineElements<D>::values(all.own) : dequantize<W>(all.of[of]);
             LLM_COMM_UNROLL(8)
-            for (uint32_t i = 0; i < kPerLine; ++i) sum[i] = of == 0 ? x[i] : sum[i] + x[i];
+            for (uint32_t i = 0; i < kPerLine; ++i) sum.of[i] = of == 0 ? x.of[i] : sum.of[i] + x.of[i];
           }
           const QuantizedLine<kPerLine> quantized = quantize<W>(sum);
           others.for_each([&](Line* buffer) { put(buffer, k, quantized); });
@@ -155,8 +153,7 @@ class QuantizedSteps {
   template <class Target>
   static LLM_COMM_DEVICE void store(const Target& target, uint32_t first, uint32_t k, uint32_t lines,
                                     const QuantizedLine<kPerLine>& sum) {
-    float x[kPerLine];
-    dequantize<W>(sum, x);
+    const Values<kPerLine> x = dequantize<W>(sum);
     if (k < lines) target.store(first + k, LineElements<D>::round(x));
   }
 
@@ -193,10 +190,8 @@ template <class Algorithm>
 struct TwoShotQuantized : Chunked<Algorithm> {
   using Base = Chunked<Algorithm>;
   static constexpr uint32_t kTeams = 3;  // one quantizes and sends, one adds, one collects
-  // Chunks are whole blocks of any type, for the lanes of whole warps.
-  static constexpr uint32_t kChunkLines = kWarpThreads;
   static constexpr Tunables kTunables{{{"blocks", 1, kMaxChunkedBlocks},
-                                       {"tile_lines", kChunkLines, 1u << 16},
+                                       {"tile_lines", kQuantizedChunkLines, 1u << 16},
                                        {"depth", kMinHBDepth, Base::kMaxDepth}}};
 
   struct Operation : AllReduce {
@@ -211,16 +206,25 @@ struct TwoShotQuantized : Chunked<Algorithm> {
     return lines_of_quantized_slice(divide_up(units * bytes, sizeof(Line)), problem.world, bytes);
   }
 
+  static constexpr uint64_t buffer_lines(uint64_t tile_lines) {
+    return lines_of_quantized_chunk(static_cast<uint32_t>(tile_lines));
+  }
+
+  // If the staging memory is too small, chunks shrink and the number of blocks stays.
   static Tiling tile(const Problem& problem, const TuningParameters& tuning, const Limits& limits) {
-    Tiling tiling = Base::tile(problem, tuning, limits);
-    tiling.tile_lines = tiling.tile_lines < kChunkLines ? kChunkLines : tiling.tile_lines / kChunkLines * kChunkLines;
+    Tiling tiling{tuning.blocks, kQuantizedChunkLines, 1, tuning.depth < kMinHBDepth ? kMinHBDepth : tuning.depth,
+                  problem.count};
+    const uint64_t of_smallest = Base::staging_bytes(tiling, problem.world);
+    const uint64_t most = of_smallest == 0 ? 0 : limits.staging_bytes / of_smallest;
+    const uint64_t wanted = tuning.tile_lines / kQuantizedChunkLines;
+    tiling.tile_lines *= static_cast<uint32_t>(std::clamp<uint64_t>(wanted, 1, most < 1 ? 1 : most));
     return tiling;
   }
 
   static Grid grid(const Problem& problem, const Tiling& tiling, uint64_t units, const Limits& limits) {
-    if (tiling.tile_lines % kChunkLines != 0) {
+    if (tiling.tile_lines % kQuantizedChunkLines != 0) {
       throw std::invalid_argument("tile_lines is " + std::to_string(tiling.tile_lines) + "; it must be a multiple of " +
-                                  std::to_string(kChunkLines));
+                                  std::to_string(kQuantizedChunkLines));
     }
     return Base::grid(problem, tiling, units, limits);
   }
