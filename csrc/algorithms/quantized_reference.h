@@ -37,7 +37,7 @@ inline void quantize_and_back(std::vector<float>& block) {
   }
 }
 
-// Element i of the sum that TwoShotQuantized makes, as bits; input(r, j) returns element j of rank r.
+// Element i of the sum that TwoShotQuantizedHB makes, as bits; input(r, j) returns element j of rank r.
 template <Wire W, class Input>
 inline uint32_t quantized_sum_of_one(DataType type, uint32_t world, uint64_t count, uint64_t i, Input input) {
   return for_type(type, [&]<DataType D>() -> uint32_t {

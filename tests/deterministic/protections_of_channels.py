@@ -123,7 +123,7 @@ OF_CHANNELS = (
         "H2: what a second hop stores has memory of its own",
         (Edit(STEP_PIPELINE, "staging_of(comm_, receiver, hop)", "staging_of(comm_, receiver, WITHOUT ? 0 : hop)"),),
         failure=WRONG_RESULT,
-        subjects=("all_reduce/two_shot_hb",),
+        subjects=("all_reduce/two_shot_hb", "all_reduce/two_shot_fp8_hb", "all_reduce/two_shot_int8_hb"),
     ),
     # ---- Errors ----
     Protection(

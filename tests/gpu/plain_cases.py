@@ -11,7 +11,7 @@ from values import DTYPES, Values, draw_values
 
 LINE_BYTES = 16
 #: Communicators whose ranks exchange quantized values, with the format.
-QUANTIZED = {"two_shot_fp8": "e4m3", "two_shot_int8": "int8"}
+QUANTIZED = {"two_shot_fp8_hb": "e4m3", "two_shot_int8_hb": "int8"}
 #: Of ``random_cases.open_communicators``.
 COMMUNICATORS = ("one_shot", "two_shot", "one_shot_hb", "two_shot_hb", "auto", "odd_table", *QUANTIZED)
 

@@ -5,6 +5,9 @@
 
 namespace llm_comm::inline LLM_COMM_TARGET {
 
+// Teams of two-shot algorithms: one scatters, one reduces, one collects.
+inline constexpr uint32_t kTwoShotTeams = 3;
+
 template <class Algorithm>
 struct ChunkedSlices : Chunked<Algorithm> {
   static constexpr uint64_t shard_lines(const Problem& problem, uint64_t units) {

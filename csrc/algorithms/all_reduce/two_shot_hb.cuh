@@ -12,7 +12,6 @@
 namespace llm_comm::inline LLM_COMM_TARGET {
 
 inline constexpr OperationKind kAllReduceTwoShotHB = kKindOf<struct AllReduceTwoShotHB>;
-inline constexpr uint32_t kTwoShotTeams = 3;  // one scatters, one reduces, one collects
 
 template <DataType D, int World, template <int> class Buffers>
 LLM_COMM_DEVICE void two_shot_in_steps(const AllReduceArgs& args, OperationKind kind) {

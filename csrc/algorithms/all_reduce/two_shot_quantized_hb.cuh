@@ -164,7 +164,7 @@ class QuantizedSteps {
 };
 
 template <DataType D, int World, Wire W>
-LLM_COMM_DEVICE void two_shot_quantized(const AllReduceArgs& args, OperationKind kind) {
+LLM_COMM_DEVICE void two_shot_quantized_hb(const AllReduceArgs& args, OperationKind kind) {
   const uint32_t block = block_number(args.comm);
   const uint32_t depth = args.depth < kMinHBDepth ? kMinHBDepth : args.depth;  // arguments() may lower it
   const Message<D> message(args);
@@ -187,9 +187,9 @@ LLM_COMM_DEVICE void two_shot_quantized(const AllReduceArgs& args, OperationKind
 
 // Algorithm defines kInfo, kWire and kernel().
 template <class Algorithm>
-struct TwoShotQuantized : Chunked<Algorithm> {
+struct TwoShotQuantizedHB : Chunked<Algorithm> {
   using Base = Chunked<Algorithm>;
-  static constexpr uint32_t kTeams = 3;  // one quantizes and sends, one adds, one collects
+  static constexpr uint32_t kTeams = kTwoShotTeams;
   static constexpr Tunables kTunables{{{"blocks", 1, kMaxChunkedBlocks},
                                        {"tile_lines", kQuantizedChunkLines, 1u << 16},
                                        {"depth", kMinHBDepth, Base::kMaxDepth}}};
@@ -227,6 +227,21 @@ struct TwoShotQuantized : Chunked<Algorithm> {
                                   std::to_string(kQuantizedChunkLines));
     }
     return Base::grid(problem, tiling, units, limits);
+  }
+
+  // First a shape for any size: a block for each multiprocessor, and chunks that give it kSteps steps if they hold
+  // kFewestLines to kMostLines lines.
+  static std::vector<TuningParameters> candidates(const Problem& problem, const Limits& limits) {
+    constexpr uint64_t kSteps = 4;
+    constexpr uint64_t kFewestLines = 64;
+    constexpr uint64_t kMostLines = 1024;
+    const uint32_t blocks = std::clamp(limits.multiprocessors(), 1u, kMaxChunkedBlocks);
+    const uint64_t lines = divide_up(shard_lines(problem, problem.count), blocks * kSteps);
+    std::vector<TuningParameters> found = Base::candidates(problem, limits);
+    found.insert(found.begin(), {.blocks = blocks,
+                                 .tile_lines = static_cast<uint32_t>(std::clamp(lines, kFewestLines, kMostLines)),
+                                 .depth = 3});
+    return found;
   }
 };
 
