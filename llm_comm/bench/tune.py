@@ -173,6 +173,11 @@ def check_options(args: argparse.Namespace, config: Config) -> None:
                 f"{bounds}: no fused message lies between; they are rows of {args.hidden * ELEMENT_BYTES} bytes "
                 f"(--hidden {args.hidden}), up to {format_bytes(LARGEST_FUSED)}"
             )
+    if config.wire != "none" and "all-reduce" in args.operations and args.max < config.wire_min_bytes:
+        raise ConfigError(
+            f"--max {format_bytes(args.max)}: with option wire all-reduces are measured where they are quantized, from "
+            f"{format_bytes(config.wire_min_bytes)} on"
+        )
     # These options would decline candidates, or run another algorithm than the row being measured.
     for name in ("algorithm", "max_message_bytes"):
         if name in config.origins and getattr(config, name) != getattr(Config.load({}), name):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -136,3 +138,50 @@ def test_rows_of_a_table(ranks: RankPool) -> None:
     for depth, reason in ranks.run(WORLD, by_table):
         assert depth == 3
         assert reason.endswith("up to 1073741824 bytes; wire fp8")
+
+
+def over_nodes() -> list[str]:
+    """Each rank is a node of its own. Returns the warnings."""
+    said: list[str] = []
+    handler = logging.Handler(logging.WARNING)
+    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
+    logger = logging.getLogger("llm_comm")
+    logger.addHandler(handler)
+    try:
+        with make_communicator(wire="fp8", wire_min_bytes=0, node=f"node {dist.get_rank()}") as comm:
+            values = torch.arange(SMALLEST, dtype=torch.float32).remainder_(997)
+            assert torch.equal(comm.all_reduce(values * (comm.rank + 1)), values * 6)
+            assert comm.stats().bytes_saved == 0
+    finally:
+        logger.removeHandler(handler)
+    return said
+
+
+def test_sums_over_nodes_are_exact(ranks: RankPool) -> None:
+    first, *others = ranks.run(WORLD, over_nodes)
+    assert "option wire is 'fp8' (Python), and the ranks are on several nodes: their all-reduces are exact" in first[-1]
+    assert not any("wire" in text for of_rank in others for text in of_rank)
+
+
+FEATURES = 256
+
+
+@torch.inference_mode()
+def compile_sums() -> None:
+    """One graph for small batches, which are exact, and for large ones, which are quantized."""
+    with make_communicator(wire="fp8", wire_min_bytes=SMALLEST) as comm:
+        limit = SMALLEST // (2 * FEATURES)
+        compiled = torch.compile(lambda x: comm.all_reduce(x * 2), fullgraph=True, dynamic=True, backend="aot_eager")
+        for rows in (limit - 1, limit, 2 * limit):
+            inputs = [drawn(rank, rows * FEATURES, BF16).view(rows, FEATURES) for rank in range(WORLD)]
+            total = compiled(inputs[comm.rank])
+            doubled = [x * 2 for x in inputs]
+            assert_bitwise_equal(total, comm.all_reduce(doubled[comm.rank]), f"{rows} rows")
+            if rows < limit:
+                assert_is_sum(total, doubled, f"{rows} rows")
+        assert comm.stats().by_operation()["all_reduce"].calls == 6
+        assert {calls.algorithm for calls in comm.stats().calls} >= {"two_shot_fp8"}
+
+
+def test_compiled_graphs_have_the_sums_of_eager_calls(ranks: RankPool) -> None:
+    ranks.run(WORLD, compile_sums)

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import logging
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from tables import limits_of, plain_row, write_table
 
 from llm_comm import Config, ConfigError, registry
+from llm_comm.bench import tune
 from llm_comm.bench.tune_subjects import candidates, subjects_of
 from llm_comm.config import EngineOptions
 from llm_comm.integrations import descriptions, engine_config
@@ -193,6 +195,13 @@ def test_tune_measures_quantized_messages_if_asked() -> None:
         found = {row.algorithm for row in candidates(problem, limits, exact.is_symmetric, wire=exact.wire)}
         assert found
         assert not found & set(ALGORITHMS.values())
+
+
+def test_tune_says_that_no_message_is_quantized() -> None:
+    args = SimpleNamespace(operations=["all-reduce"], min=1024, max=MIB - 2)
+    tune.check_options(args, CONFIG)  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match=r"measured where they are quantized, from 1M on"):
+        tune.check_options(args, CONFIG.replace(wire="fp8"))  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(("data_type", "share"), [("bf16", 1 - 1.03125 / 2), ("fp32", 1 - 1.03125 / 4)])
