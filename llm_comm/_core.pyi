@@ -57,6 +57,8 @@ class _Algorithm:
     uses_multimem: bool
     sums_in_switch: bool
     ranks_may_differ: bool
+    # Value of option wire that permits the algorithm; "" if nothing is quantized.
+    wire: str
     needs_row: bool
 
 class _Operation:

@@ -212,6 +212,8 @@ class Config:
 
     multicast: str = "auto"
     sum: str = "rank_order"
+    wire: str = "none"
+    wire_min_bytes: int = MIB
     timeout_s: float = 30.0
     log: str = "warning"
     workspace_bytes: int = 64 * MIB
@@ -241,6 +243,12 @@ class Config:
                 raise ConfigError(
                     f"option {name} is {quoted(value)} ({self.origins.get(name, 'Python')}); valid: {kind.valid_values}"
                 )
+        if self.wire != "none" and self.deterministic:
+            wire, deterministic = (self.origins.get(name, "Python") for name in ("wire", "deterministic"))
+            raise ConfigError(
+                f"option wire is {self.wire!r} ({wire}), and deterministic is on ({deterministic}): quantized sums "
+                "of a token depend on its batch. Set wire to 'none', or deterministic to false"
+            )
         # Values passed to dataclasses.replace count as set in Python.
         given = {f.name for f in dataclasses.fields(self) if f.name in OPTIONS and getattr(self, f.name) != f.default}
         object.__setattr__(self, "origins", {**dict.fromkeys(sorted(given), "Python"), **self.origins})

@@ -116,6 +116,10 @@ def is_int(value: Any) -> bool:
     return isinstance(value, int) and not isinstance(value, bool)
 
 
+def _is_size(value: Any) -> bool:
+    return is_int(value) and 0 <= value < 1 << 63
+
+
 def _is_path(value: Any) -> bool:
     return isinstance(value, str) and "\0" not in value and len(value) <= _MAX_PATH
 
@@ -182,6 +186,19 @@ OPTIONS: dict[str, Option] = {
         "``rank_order``: every sum is made in rank order, bitwise the same by any algorithm. ``any``: the NVLink "
         "switch may sum too, in fp32 and in an order of its own. ``deterministic`` overrides ``any``.",
     ),
+    "wire": Option(
+        _one_of("none", "fp8", "int8"),
+        Alike.YES,
+        _KERNELS,
+        "Type to which plain all-reduces are quantized on the wire, lossily "
+        "(docs/operate/tuning.md#quantized-all-reduces). An error with ``deterministic`` and in batch-invariant modes.",
+    ),
+    "wire_min_bytes": Option(
+        Kind(parse_size, _is_size, f"bytes >= 0 and below 8 EiB ({_AS_TEXT})"),
+        Alike.YES,
+        _KERNELS,
+        "Smallest message that ``wire`` quantizes.",
+    ),
     "timeout_s": Option(
         Kind(
             float,
@@ -210,7 +227,7 @@ OPTIONS: dict[str, Option] = {
     "max_message_bytes": Option(
         Kind(
             parse_size,
-            lambda v: v is None or (is_int(v) and 0 <= v < 1 << 63),
+            lambda v: v is None or _is_size(v),
             f"bytes >= 0 and below 8 EiB ({_AS_TEXT}; default: that of the tuning table)",
         ),
         Alike.YES,
@@ -272,10 +289,9 @@ OPTIONS: dict[str, Option] = {
         ),
         Alike.YES,
         "ranks measure together",
-        "How long engine integrations may measure at the start of an engine: linear layers (docs/reference/linear.md), "
-        "and where no tuning table is of the machine sums (docs/operate/tuning.md), each for so long. ``auto``: 10 s "
-        "and 20 s, on GPUs of which each has one rank. 0: not at all, and what earlier starts have found counts for "
-        "nothing.",
+        "Seconds that engine integrations may measure at start: linear layers (docs/reference/linear.md), and "
+        "all-reduces where no tuning table is of the machine (docs/operate/tuning.md). ``auto``: 10 and 20, on GPUs "
+        "of which each has one rank. 0: none, and results of earlier starts are ignored.",
         of_engines=True,
     ),
     "all_gather": Option(
@@ -386,8 +402,8 @@ OPTIONS: dict[str, Option] = {
         ),
         Alike.ALL_OR_NONE,
         "names and boot ids do not compare",
-        "Name of the node that this rank is on, for tests: the ranks of one name are taken for the ranks of a node, "
-        "so one machine can stand for several. None: ranks of one machine, by its boot id, are a node.",
+        "Name of this rank's node, for tests: ranks of one name are a node, so one machine can stand for several. "
+        "None: ranks of one machine, by its boot id, are a node.",
     ),
     "node_transport": Option(
         _one_of("auto", "nccl", "gloo", "ucx"),

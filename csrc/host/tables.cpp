@@ -242,7 +242,10 @@ RowKey row_key_of(const Row& row) {
   if (!row.program.empty()) return {row.operation + " by programs", row.up_to};
   const AlgorithmInfo& info = *algorithms()[row.algorithm].info;
   // A row of a switch algorithm may be followed by one of the same size, for systems without multicast.
-  return {row.operation + (info.symmetric != 0 ? " of symmetric tensors" : ""), row.up_to, info.uses_multimem};
+  std::string of = row.operation;
+  if (info.symmetric != 0) of += " of symmetric tensors";
+  if (*info.wire != 0) of += std::string(" with wire ") + info.wire;
+  return {of, row.up_to, info.uses_multimem};
 }
 
 RowKey check_layer(const Node& node) {

@@ -56,7 +56,9 @@ bool can_run(const Row& row) {
   const host::Algorithm& algorithm = host::algorithms()[row.algorithm];
   const bool is_served =
       row.operation == "all_reduce" || row.operation == "all_gather" || row.operation == "reduce_scatter";
-  return is_served && row.program.empty() && algorithm.info->symmetric == 0 && !algorithm.info->uses_multimem;
+  const bool is_lossy = *algorithm.info->wire != 0;
+  return is_served && row.program.empty() && algorithm.info->symmetric == 0 && !algorithm.info->uses_multimem &&
+         !is_lossy;
 }
 
 }  // namespace

@@ -23,7 +23,9 @@ from llm_comm.bench.comparison import Bound, Collective, Judge, Library
 from llm_comm.bench.reference import AllGatherReference, ReduceScatterReference, Reference
 from llm_comm.bench.report import OURS, OURS_SYMMETRIC
 from llm_comm.communicator import Communicator
-from llm_comm.planning.plan import Plan
+from llm_comm.operations.operation import TORCH_TYPES
+from llm_comm.planning.plan import Plan, Problem
+from llm_comm.planning.selection import wire_of
 from llm_comm.planning.tables import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER
 
 
@@ -208,10 +210,17 @@ def _collective(operation: str, judge: Callable[[Communicator, torch.dtype, int]
 
 
 #: Collectives by the name of the command.
+def _judge_of_all_reduce(comm: Communicator, dtype: torch.dtype, count: int) -> Reference:
+    data_type = next(name for name, torch_type in TORCH_TYPES.items() if torch_type == dtype)
+    problem = Problem(ALL_REDUCE, count, 0, data_type, comm.world_size)
+    wire = wire_of(problem, comm.config) if comm.nodes == 1 else ""
+    return Reference(count, comm.world_size, dtype, comm.device, wire)
+
+
 COLLECTIVES = {
     collective.title: collective
     for collective in (
-        _collective(ALL_REDUCE, lambda c, dtype, count: Reference(count, c.world_size, dtype, c.device)),
+        _collective(ALL_REDUCE, _judge_of_all_reduce),
         _collective(ALL_GATHER, lambda c, dtype, count: AllGatherReference(count, c.world_size, dtype, c.device)),
         _collective(
             REDUCE_SCATTER, lambda c, dtype, n: ReduceScatterReference(n, c.rank, c.world_size, dtype, c.device)

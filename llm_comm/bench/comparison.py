@@ -221,8 +221,9 @@ def _run_rank(
         comm = stack.enter_context(Communicator(group, placement.device, config))
         libraries, remarks = collective.libraries(comm, dtype, args.max, group)
         if any(found.operation == collective.operation for found in comm.programs.values()):
-            # A forced algorithm would have precedence over the tables that name programs.
-            own = stack.enter_context(Communicator(group, placement.device, config.replace(algorithm="auto")))
+            # A forced algorithm and option wire would have precedence over the tables that name programs.
+            by_table = config.replace(algorithm="auto", wire="none")
+            own = stack.enter_context(Communicator(group, placement.device, by_table))
             libraries[1:1] = programs_of(collective, own, dtype)
         if speaks:
             remarks += programs.unmeasured(comm.programs, config, comm.world_size, [collective.title])

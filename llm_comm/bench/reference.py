@@ -10,6 +10,10 @@ from torch import Tensor
 #: Epsilon of norms.
 EPS = 1e-5
 
+#: Largest rounding error of a quantized value, as a fraction of the largest one of its block, by option ``wire``.
+_QUANTIZATION = {"": 0.0, "fp8": 1 / 16, "int8": 1 / 254}
+_LARGEST_ADDEND = 2.0
+
 #: Normed rows and new residual.
 Outputs = tuple[Tensor, Tensor]
 
@@ -28,10 +32,13 @@ class Reference:
         count: Number of elements.
         world: Number of ranks.
         dtype, device: Dtype and device of the inputs. Sums are computed on the device as well.
+        wire: Type to which llm_comm quantizes the message; "": none.
     """
 
-    def __init__(self, count: int, world: int, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(self, count: int, world: int, dtype: torch.dtype, device: torch.device, wire: str = "") -> None:
         self._count, self._world, self._dtype, self._device = count, world, dtype, device
+        # Every addend and the sum are rounded once more.
+        self._quantization = _QUANTIZATION[wire] * 2 * world * _LARGEST_ADDEND
         self._expected: dict[int, tuple[Tensor, Tensor]] = {}
 
     def addend(self, rank: int, salt: int) -> Tensor:
@@ -54,6 +61,7 @@ class Reference:
         epsilon = torch.finfo(self._dtype).eps
         if rounds_once:
             allowed = total.abs() * (epsilon / 2) + magnitude * (self._world * torch.finfo(torch.float32).eps)
+            allowed += self._quantization
         else:
             allowed = magnitude * (self._world * epsilon)
         return worst(actual.double() - total, allowed)

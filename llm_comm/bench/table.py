@@ -95,7 +95,7 @@ def run(args: argparse.Namespace) -> int:
 def _run(args: argparse.Namespace, placement: launch.Placement, group: dist.ProcessGroup, config: Config) -> bool:
     """Return whether the requested file was written; True without one."""
     with Communicator(group, placement.device, config) as comm:
-        subjects = subjects_of(args.operations, args.hidden, args.max, comm.world_size, comm.programs)
+        subjects = subjects_of(args.operations, args.hidden, args.max, comm.world_size, comm.programs, config)
         require_candidates(args, subjects, comm.world_size, comm.limits)
         if comm.rank == 0:
             print(f"{comm.table.name}; microseconds a call; * more than {MARGIN:.0%} slower than the best candidate")

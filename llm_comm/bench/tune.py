@@ -108,7 +108,7 @@ def run(args: argparse.Namespace) -> int:
             if args.multicast and not comm.multicast.is_up:
                 raise ConfigError(f"--multicast: NVLink multicast cannot be used here: {comm.multicast.why}")
             measured = programs.to_measure(comm, asked_for)
-            subjects = subjects_of(args.operations, args.hidden, args.max, comm.world_size, measured)
+            subjects = subjects_of(args.operations, args.hidden, args.max, comm.world_size, measured, config)
             require_candidates(args, subjects, comm.world_size, comm.limits)
             if comm.rank == 0:
                 programs.print_remarks(measured, asked_for, comm.world_size, args.operations, args.max)
@@ -173,6 +173,11 @@ def check_options(args: argparse.Namespace, config: Config) -> None:
                 f"{bounds}: no fused message lies between; they are rows of {args.hidden * ELEMENT_BYTES} bytes "
                 f"(--hidden {args.hidden}), up to {format_bytes(LARGEST_FUSED)}"
             )
+    if config.wire != "none" and "all-reduce" in args.operations and args.max < config.wire_min_bytes:
+        raise ConfigError(
+            f"--max {format_bytes(args.max)}: with option wire all-reduces are measured where they are quantized, from "
+            f"{format_bytes(config.wire_min_bytes)} on"
+        )
     # These options would decline candidates, or run another algorithm than the row being measured.
     for name in ("algorithm", "max_message_bytes"):
         if name in config.origins and getattr(config, name) != getattr(Config.load({}), name):
@@ -188,7 +193,8 @@ def require_candidates(
     """Raise ConfigError if a size has no candidate. Checked first, since measuring the smaller sizes takes minutes."""
     for subject in subjects:
         for size in subject.sizes(args.min, args.max):
-            if next(candidates(subject.problem(size, world_size), limits, subject.is_symmetric), None) is None:
+            problem = subject.problem(size, world_size)
+            if next(candidates(problem, limits, subject.is_symmetric, wire=subject.wire), None) is None:
                 raise ConfigError(
                     f"--max {format_bytes(args.max)}: no shape of grid and tile is worth measuring at "
                     f"{format_bytes(size)} on this device; give a smaller one"

@@ -15,11 +15,12 @@ from llm_comm.bench import OPERATIONS
 from llm_comm.bench.collectives import PRIMITIVES
 from llm_comm.bench.programs import rows_for
 from llm_comm.communicator import Communicator
+from llm_comm.config import Config
 from llm_comm.options import MIB
 from llm_comm.planning.multicast import why_not
 from llm_comm.planning.plan import Plan, Problem
 from llm_comm.planning.programs import NO_PROGRAMS, Kernels
-from llm_comm.planning.tables import ALL_GATHER, ALL_REDUCE, FUSED, REDUCE_SCATTER, Row, of_symmetric
+from llm_comm.planning.tables import ALL_GATHER, ALL_REDUCE, FUSED, REDUCE_SCATTER, Row, of_symmetric, of_wire
 
 #: Size of bf16, in which everything is measured.
 ELEMENT_BYTES = 2
@@ -64,6 +65,7 @@ class Subject(Protocol):
         label: Prefix of sizes and algorithms in output.
         is_symmetric: Tensors are in symmetric memory, and candidates are for such tensors.
         programs: DSL programs among its candidates, by name.
+        wire: Value of option ``wire`` that its messages are quantized by; "" for exact ones.
     """
 
     operation: str
@@ -71,6 +73,7 @@ class Subject(Protocol):
     label: str
     is_symmetric: bool
     programs: Mapping[str, Kernels]
+    wire: str
 
     def sizes(self, smallest: int, largest: int) -> Iterator[int]:
         """Yield the message sizes in bytes to measure within the bounds; for operations on shards, of the largest
@@ -126,7 +129,7 @@ class CollectiveSubject:
     def __init__(
         self, operation: str, pool: SymmetricPool | None = None, programs: Mapping[str, Kernels] = NO_PROGRAMS
     ) -> None:
-        self.operation, self._pool, self.programs = operation, pool, programs
+        self.operation, self._pool, self.programs, self.wire = operation, pool, programs, ""
         self.is_symmetric = pool is not None
         self.key = operation if pool is None else of_symmetric(operation)
         self.label = "" if operation == ALL_REDUCE else f"{operation.replace('_', '-')} "
@@ -162,11 +165,27 @@ class CollectiveSubject:
         return Bound(partial(primitive.plan, comm, x), partial(primitive.run, comm, x, out), nccl)
 
 
+class QuantizedSubject(CollectiveSubject):
+    """All-reduce of the messages that option ``wire`` quantizes.
+
+    Args:
+        config: Options of the communicator; ``wire`` is not "none".
+    """
+
+    def __init__(self, config: Config) -> None:
+        super().__init__(ALL_REDUCE)
+        self.wire, self._smallest = config.wire, config.wire_min_bytes
+        self.key, self.label = of_wire(ALL_REDUCE, config.wire), f"{config.wire} "
+
+    def sizes(self, smallest: int, largest: int) -> Iterator[int]:
+        return (size for size in doubling_sizes(smallest, largest) if size >= self._smallest)
+
+
 class FusedSubject:
     """All-reduce + residual add + RMSNorm on rows of ``hidden`` elements."""
 
     operation = key = FUSED
-    label, is_symmetric, programs = "fused ", False, NO_PROGRAMS
+    label, is_symmetric, programs, wire = "fused ", False, NO_PROGRAMS, ""
 
     def __init__(self, hidden: int) -> None:
         self._hidden = hidden
@@ -200,8 +219,11 @@ def subjects_of(
     largest: int,
     world_size: int,
     programs: Mapping[str, Kernels] = NO_PROGRAMS,
+    config: Config | None = None,
 ) -> list[Subject]:
     """Return the subjects for the names of operations, on symmetric tensors too if there are algorithms for them.
+
+    With option ``wire``, all-reduces are measured only where they are quantized.
 
     Args:
         names: Names from ``llm_comm.bench.OPERATIONS``.
@@ -209,6 +231,7 @@ def subjects_of(
         largest: Largest message in bytes.
         world_size: Number of ranks.
         programs: Programs to measure, on ordinary tensors only: programs do not serve symmetric ones.
+        config: Options of the communicator. None: the defaults.
     """
     gathers = "all-gather" in names
     # Memory for the result of an all-gather, or for input and output of an all-reduce.
@@ -219,6 +242,8 @@ def subjects_of(
         "all-gather": [CollectiveSubject(ALL_GATHER, None, programs), CollectiveSubject(ALL_GATHER, pool)],
         "reduce-scatter": [CollectiveSubject(REDUCE_SCATTER, None, programs)],
     }
+    if config is not None and config.wire != "none":
+        known["all-reduce"] = [QuantizedSubject(config)]
     return [subject for name in OPERATIONS if name in names for subject in known[name]]
 
 
@@ -251,6 +276,7 @@ def candidates(
     limits: _core.Limits,
     is_symmetric: bool = False,
     admits: Callable[[registry.Algorithm], bool] = without_switch,
+    wire: str = "",
 ) -> Iterator[Row]:
     """Yield rows to measure for a problem, for every algorithm for tensors of one kind, simplest first.
 
@@ -261,11 +287,12 @@ def candidates(
         limits: Launch limits of the device.
         is_symmetric: Yield algorithms for symmetric tensors instead of ordinary ones.
         admits: Returns whether an algorithm may be used.
+        wire: Yield algorithms that quantize messages to this type. "": only exact ones.
     """
     for algorithm in registry.operations()[problem.operation].algorithms:
         if problem.data_type not in algorithm.data_types or algorithm.is_symmetric != is_symmetric:
             continue
-        if algorithm.is_by_proxy or not admits(algorithm):
+        if algorithm.is_by_proxy or algorithm.wire != wire or not admits(algorithm):
             continue
         for choice in _core.candidates(algorithm.number, problem.for_core(), limits):
             tunables = {name: getattr(choice, name) for name in algorithm.ranges}
@@ -275,7 +302,7 @@ def candidates(
 def candidates_on(comm: Communicator, subject: Subject, size: int) -> Iterator[Row]:
     """Yield rows to measure on a communicator: of permitted algorithms, simplest first, then of programs."""
     problem = subject.problem(size, comm.world_size)
-    yield from candidates(problem, comm.limits, subject.is_symmetric, admitted_by(comm))
+    yield from candidates(problem, comm.limits, subject.is_symmetric, admitted_by(comm), subject.wire)
     yield from rows_for(problem, subject.programs)
 
 

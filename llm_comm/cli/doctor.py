@@ -26,6 +26,7 @@ from llm_comm.cli import engine_verdicts, launch, model_verdicts
 from llm_comm.config import MULTICAST_OFF_VARIABLES, Config, EngineOptions, multicast_state
 from llm_comm.errors import ConfigError
 from llm_comm.installation import code_for, get_include, oldest_driver
+from llm_comm.integrations.descriptions import describe_wire
 from llm_comm.options import OPTIONS
 from llm_comm.planning.catalogue import check_table_option
 from llm_comm.planning.multicast import wish
@@ -270,7 +271,7 @@ def _tuning(config: Config) -> dict[str, str]:
 
 def _describe_table(table: TuningTable, config: Config) -> str:
     limit = message_limit(ALL_REDUCE, table, config)
-    return f"{table.describe()}; messages above {format_bytes(limit)} are left to the engine"
+    return f"{table.describe()}; messages above {format_bytes(limit)} are left to the engine{describe_wire(config)}"
 
 
 def _configuration(config: Config) -> dict[str, str]:

@@ -24,6 +24,7 @@ from llm_comm.integrations.engine_config import options_of, seconds_at_start
 from llm_comm.integrations.joining import ENGINE_TIMEOUT_S
 from llm_comm.integrations.measured_tables import MeasuredTables
 from llm_comm.planning.models import Model
+from llm_comm.planning.selection import wire_of
 from llm_comm.planning.tables import ALL_REDUCE, Row, TuningTable, by_operation
 from llm_comm.runtime.rendezvous import Rendezvous
 
@@ -117,7 +118,13 @@ class _CollectiveTuner:
         subjects = FusedSubject(self._hidden), CollectiveSubject(ALL_REDUCE)
         row_bytes = self._hidden * ELEMENT_BYTES
         found: dict[str, list[AtSize]] = {subject.key: [] for subject in subjects}
-        to_do = [(subject, tokens * row_bytes) for tokens in TOKENS for subject in subjects]
+        # A quantized message uses no row that is measured here.
+        to_do = [
+            (subject, tokens * row_bytes)
+            for tokens in TOKENS
+            for subject in subjects
+            if not wire_of(subject.problem(tokens * row_bytes, comm.world_size), comm.config)
+        ]
         for subject, size in Budget(_budget_s(comm), self._group).take(to_do):
             whole_bytes = subject.problem(size, comm.world_size).whole_bytes()
             bench = Bench(comm, self._group, subject, size, schedule_of("aligned", _REPS, whole_bytes))

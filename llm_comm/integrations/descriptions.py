@@ -9,8 +9,9 @@ from llm_comm.config import Config, EngineOptions
 from llm_comm.integrations.engine_config import EVERY_SIZE
 from llm_comm.options import MIB
 from llm_comm.planning.multicast import NO_MULTICAST, Multicast, why_not
+from llm_comm.planning.plan import Problem
 from llm_comm.planning.programs import NO_PROGRAMS, Kernels
-from llm_comm.planning.selection import message_limit
+from llm_comm.planning.selection import message_limit, wire_of
 from llm_comm.planning.tables import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER, TuningTable, of_programs
 
 #: Log line for the first fused norm, with the number of ranks and the shape. The start line alone does not prove that
@@ -65,6 +66,19 @@ def _describe_programs(table: TuningTable, config: Config, limit: int, programs:
         sizes = {config.algorithm: limit} if registry.is_program(config.algorithm) and not is_of_others else {}
     words = [f"{name} to {format_bytes(min(up_to, limit, config.dsl_max_bytes))}" for name, up_to in sizes.items()]
     return f"{', '.join(words)}, else " if words else ""
+
+
+def describe_wire(config: Config) -> str:
+    """Return the warning that all-reduces are lossy: "; all-reduces from 1 MiB are quantized (fp8): lossy"; "" if none
+    is."""
+
+    def is_quantized(count: int) -> bool:
+        return bool(wire_of(Problem(ALL_REDUCE, count, 0, "bf16", 2), config))
+
+    if not is_quantized(config.wire_min_bytes):
+        return ""
+    smallest = "" if is_quantized(0) else f" from {format_bytes(config.wire_min_bytes)}"
+    return f"; all-reduces{smallest} are quantized ({config.wire}): lossy"
 
 
 def describe_gather_scatter(table: TuningTable, config: EngineOptions, beyond: str = "") -> str:

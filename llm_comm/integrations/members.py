@@ -16,7 +16,13 @@ from llm_comm.config import EngineOptions
 from llm_comm.errors import CommunicatorError
 from llm_comm.installation import VERSION
 from llm_comm.integrations import sleeping, statistics
-from llm_comm.integrations.descriptions import FIRST_FUSED, describe_gather_scatter, describe_plans, format_bytes
+from llm_comm.integrations.descriptions import (
+    FIRST_FUSED,
+    describe_gather_scatter,
+    describe_plans,
+    describe_wire,
+    format_bytes,
+)
 from llm_comm.integrations.engine_config import options_of
 from llm_comm.integrations.joining import NotJoinedError, SwitchedOffError, join
 from llm_comm.nodes.all_reduce import WHY_NOT_ALONE
@@ -81,7 +87,8 @@ class Member:
             what = f"all-reduce {plans} ({table.describe()} in each node); {describe_gather_scatter(table, config)}"
         elif sums:
             plans = describe_plans(table, config, f"{engine}'s own", communicator.multicast, communicator.programs)
-            what = f"all-reduce {plans} ({table.describe()}); {describe_gather_scatter(table, config)}"
+            what = f"all-reduce {plans} ({table.describe()}){describe_wire(config)}"
+            what += f"; {describe_gather_scatter(table, config)}"
         else:
             beyond = f", then {engine}'s own"
             what = f"{describe_gather_scatter(table, config, beyond)} ({table.describe()})"

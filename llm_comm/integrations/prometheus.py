@@ -71,6 +71,7 @@ class Collector:
         ended = Counter(
             f"{_PREFIX}_operations_ended", "Collective kernels ended on the device, replays included", labels=_OF_GROUP
         )
+        saved = Counter(f"{_PREFIX}_saved_bytes", "Bytes not sent, as wire quantizes eager calls", labels=_OF_GROUP)
         errors = Counter(f"{_PREFIX}_errors", "Errors that have ended a communicator", labels=(*_OF_GROUP, "kind"))
         idle = Gauge(f"{_PREFIX}_idle_seconds", "Since the host's last launch; a replay is none", labels=_OF_GROUP)
         for group, stats in groups.items():
@@ -78,13 +79,14 @@ class Collector:
             for each in stats.declined:
                 declined.add_metric((*group, each.operation, each.reason), each.count)
             launches.add_metric(group, progress.launches)
+            saved.add_metric(group, stats.bytes_saved)
             if progress.operations_ended is not None:
                 ended.add_metric(group, progress.operations_ended)
             if progress.error:
                 errors.add_metric((*group, progress.error), 1)
             if progress.idle_s is not None:
                 idle.add_metric(group, progress.idle_s)
-        yield from (declined, launches, ended, errors, idle)
+        yield from (declined, launches, ended, saved, errors, idle)
 
 
 class Publisher:

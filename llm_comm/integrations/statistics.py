@@ -33,6 +33,8 @@ def describe(group_name: str, stats: Stats) -> str:
         f"{operation} {sums.calls} calls ({sums.bytes} bytes) and {sums.captured_calls} captured"
         for operation, sums in stats.by_operation().items()
     ] or ["no calls"]
+    if stats.bytes_saved:
+        words.append(f"{stats.bytes_saved} bytes less sent, as wire quantizes eager all-reduces")
     words += [f"declined {each.operation}: {each.count} ({each.reason})" for each in stats.declined]
     progress = stats.progress
     ended = "an unknown number" if progress.operations_ended is None else progress.operations_ended

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import secrets
 import time
 from collections.abc import Iterator
@@ -27,6 +28,8 @@ from llm_comm.planning.tables import TuningTable
 from llm_comm.runtime.connect import Connected, compare, connect
 from llm_comm.runtime.core_handle import CoreHandle
 from llm_comm.runtime.rendezvous import Rendezvous
+
+logger = logging.getLogger("llm_comm")
 
 #: Reason why calls are not served over several nodes.
 WHY = "works only within a node, and the ranks are on several"
@@ -156,6 +159,12 @@ def set_up(rendezvous: Rendezvous, topology: Topology, device: torch.device, con
         raise ConfigError(
             f"option dsl is {config.dsl!r} ({config.origins.get('dsl', 'Python')}): programs work only within a node, "
             "and the ranks are on several"
+        )
+    if config.wire != "none" and rendezvous.rank == 0:
+        logger.warning(
+            "llm_comm: option wire is %r (%s), and the ranks are on several nodes: their all-reduces are exact",
+            config.wire,
+            config.origins.get("wire", "Python"),
         )
     kind = kind_of_transport(config, device, len(topology.nodes))
     name = rendezvous.gather("name of the communicator", secrets.token_hex(8))[0]

@@ -83,7 +83,7 @@ class Operation:
         if plan.algorithm == "declined":
             return plan.reason
         of_message = plan.operation, plan.message_bytes
-        counter = counter_of(*of_message, plan.algorithm, plan.protocol)
+        counter = counter_of(*of_message, plan.algorithm, plan.protocol, layout.saved_share)
         run: Callable[..., bool] | None = None
         if layout.launches is not None:
             direct_counter = None

@@ -73,7 +73,7 @@ def wish(
 
 
 def why_not(algorithm: registry.Algorithm, config: Config, multicast: Multicast, *, is_forced: bool = False) -> str:
-    """Return why an algorithm that uses the switch is not permitted, or "". Other algorithms always get "".
+    """Return why the options or the state of multicast do not permit an algorithm, or "".
 
     Args:
         algorithm: Algorithm in question.
@@ -81,6 +81,8 @@ def why_not(algorithm: registry.Algorithm, config: Config, multicast: Multicast,
         multicast: State of multicast.
         is_forced: An option names the algorithm.
     """
+    if algorithm.wire and algorithm.wire != config.wire:
+        return f"option wire is {config.wire!r} ({config.origins.get('wire', 'default')})"
     if not algorithm.uses_multimem:
         return ""
     if not multicast.is_up:

@@ -13,7 +13,7 @@ from llm_comm import _core, registry
 from llm_comm.config import LARGE_BYTES, Config
 from llm_comm.errors import ConfigError
 from llm_comm.planning.plan import Plan, Problem
-from llm_comm.planning.selection import Layout
+from llm_comm.planning.selection import Layout, wire_of
 from llm_comm.planning.tables import OPERATIONS_OF_PROGRAMS, Row, TuningTable, of_programs, row_of
 
 #: Protocol of DSL programs in plans and tables.
@@ -173,6 +173,8 @@ def _named_for(problem: Problem, table: TuningTable, config: Config) -> _Named |
     """Return the program named for a message, or None."""
     if registry.is_program(config.algorithm):
         return _Named(config.algorithm, f"algorithm forced to {config.algorithm}", DEFAULT_LAUNCH)
+    if wire_of(problem, config):
+        return None
     rows = table.rows.get(of_programs(problem.operation), ())
     if config.algorithm != "auto" or not rows:
         return None

@@ -15,13 +15,17 @@ from llm_comm.options import MIB
 from llm_comm.planning import multicast as switch
 from llm_comm.planning.multicast import NO_MULTICAST, Multicast
 from llm_comm.planning.plan import Plan, Problem, without_kernel
-from llm_comm.planning.tables import ALL_REDUCE, FUSED, Row, TuningTable, of_symmetric, row_of, row_of_fields
+from llm_comm.planning.tables import ALL_REDUCE, FUSED, Row, TuningTable, of_symmetric, of_wire, row_of, row_of_fields
 
 _LARGEST_NUMBER = (1 << 32) - 1  # largest value of a field of ``TuningParameters``
 _LINE_BYTES = 16
 # Smallest chunk in 16-byte lines of an operation with few blocks. The core takes fewer if staging memory is short.
 _FEWEST_LINES = 128
 _LINES_OF_FEW_BLOCKS = 4096
+# Tuning parameters of a quantized message without a row or candidate. They fit into the smallest workspace.
+_SMALL_QUANTIZED = _core.TuningParameters(blocks=8, tile_lines=256, depth=2)
+#: Bytes that a quantized element takes on the wire: 8 bits and its share of the fp32 scale of 128 elements.
+QUANTIZED_BYTES = 1 + 4 / 128
 
 
 class Layout(NamedTuple):
@@ -34,6 +38,9 @@ class Layout(NamedTuple):
     direct: tuple[int, _core.Problem, _core.Tiling] | None = None
     #: For a DSL program, instead of ``launches``: builds the launch function. The argument counts its calls.
     program: Callable[[_core.Counter], Callable[..., bool]] | None = None
+    #: Bytes that quantization saves this rank on the wire, as a fraction of the message size. 0.0 if nothing is
+    #: quantized.
+    saved_share: float = 0.0
 
 
 class _Chosen(NamedTuple):
@@ -90,15 +97,39 @@ def lay_out(
         reason=chosen.reason,
         row=problem.row,
     )
-    return Layout(plan, (algorithm.number, for_core, shape.tiling))
+    return Layout(plan, (algorithm.number, for_core, shape.tiling), saved_share=_saved_share(algorithm, problem))
+
+
+def wire_of(problem: Problem, config: Config) -> str:
+    """Return the type to which a message is quantized on the wire, "fp8" or "int8"; "" if it is sent exactly.
+
+    A forced algorithm decides at every size. Else messages of ``wire_min_bytes`` and more are quantized, for operations
+    and data types that have an algorithm for it.
+    """
+    algorithms = registry.operations()[problem.operation].algorithms
+    of_wire = [a for a in algorithms if a.wire == config.wire and problem.data_type in a.data_types]
+    if any(a.name == config.algorithm for a in algorithms):
+        return config.wire if any(a.name == config.algorithm for a in of_wire) else ""
+    return config.wire if of_wire and problem.message_bytes() >= config.wire_min_bytes else ""
+
+
+def _saved_share(algorithm: registry.Algorithm, problem: Problem) -> float:
+    """Return ``Layout.saved_share``. A rank of a two-shot all-reduce sends (N - 1) / N of the message twice."""
+    if not algorithm.wire:
+        return 0.0
+    sent = 2 * (problem.world_size - 1) / problem.world_size
+    return sent * (1 - QUANTIZED_BYTES / registry.data_types()[problem.data_type])
 
 
 def with_direct(layout: Layout, problem: Problem, table: TuningTable, config: Config, limits: _core.Limits) -> Layout:
     """Add the launch for symmetric tensors to a layout: by the table's row, or by the first candidate.
 
-    A forced algorithm does not need a row.
+    A forced algorithm does not need a row. A quantized message gets none: its result must not depend on the memory of
+    its tensors.
     """
     if layout.launches is None or problem.message_bytes() < table.symmetric_from(problem.operation):
+        return layout
+    if wire_of(problem, config):
         return layout
     operation, for_core = registry.operations()[problem.operation], problem.for_core()
     row = row_of(table.rows.get(of_symmetric(operation.name), ()), problem.message_bytes())
@@ -124,7 +155,7 @@ def with_direct(layout: Layout, problem: Problem, table: TuningTable, config: Co
             except ValueError:  # for example, peers access whole lines only
                 continue
             plan = dataclasses.replace(layout.plan, symmetric=algorithm.name)
-            return Layout(plan, layout.launches, (algorithm.number, for_core, tiling))
+            return layout._replace(plan=plan, direct=(algorithm.number, for_core, tiling))
     return layout
 
 
@@ -143,7 +174,8 @@ def choosable(table: TuningTable, config: Config, limits: _core.Limits, multicas
             # max_blocks.
             is_few_blocks = algorithm.protocol == "HB" and config.max_blocks is not None
             needs_no_row = not algorithm.needs_row and (has_gaps or algorithm.is_symmetric or is_few_blocks)
-            if not why_not[key] and (key in named or needs_no_row or algorithm.name == config.algorithm):
+            is_chosen = key in named or needs_no_row or algorithm.name == config.algorithm or bool(algorithm.wire)
+            if not why_not[key] and is_chosen:
                 found.append(algorithm.number)
     return found
 
@@ -193,12 +225,17 @@ def _choose(
     limits: _core.Limits,
     multicast: Multicast,
 ) -> _Chosen | None:
-    """Choose by the table's row, else the forced algorithm, else the first candidate."""
+    """Choose by the table's row, else the forced algorithm, else the first candidate. A quantized message has
+    algorithms and rows of its own."""
     operation = registry.operations()[problem.operation]
     of_type = [a for a in operation.algorithms if problem.data_type in a.data_types and not a.is_symmetric]
     why_not = _why_not(of_type, config, multicast)
-    algorithms = [a for a in of_type if not why_not[a.name, a.protocol]]
-    rows, remark = _rows_or_general(why_not, table, problem.operation, limits)
+    wire = wire_of(problem, config)
+    algorithms = [a for a in of_type if not why_not[a.name, a.protocol] and a.wire == wire]
+    if wire:
+        rows, remark = table.rows.get(of_wire(problem.operation, wire), ()), f"; wire {wire}"
+    else:
+        rows, remark = _rows_or_general(why_not, table, problem.operation, limits)
     row = of_size = row_of(rows, problem.message_bytes())
     proposed = None if row is None else operation.find(row.algorithm, row.protocol)
     found = proposed if proposed in algorithms else None
@@ -224,9 +261,12 @@ def _choose(
         reason = f"{table.name}, up to {row.up_to} {of_what}{remark}"
         return _with_few_blocks(_Chosen(found, _tuning(row, table), reason), algorithms, problem, config)
     for algorithm in algorithms:
-        if algorithm.needs_row and config.algorithm != algorithm.name:
+        if algorithm.needs_row and config.algorithm != algorithm.name and not wire:
             continue
-        for tuning in _core.candidates(algorithm.number, for_core, limits):
+        candidates = _core.candidates(algorithm.number, for_core, limits)
+        if wire and not candidates:  # a small message or workspace: the core lists no HB there
+            candidates = [_SMALL_QUANTIZED]
+        for tuning in candidates:
             reason = f"{table.name} has no row for {problem.operation}: the first candidate{remark}"
             return _Chosen(algorithm, tuning, reason)
     # the core lists no candidates at sizes where other algorithms are better

@@ -55,6 +55,12 @@ class Row(NamedTuple):
     us: float | None = None
     runner_up: RunnerUp | None = None
 
+    @property
+    def wire(self) -> str:
+        """Value of option ``wire`` that the row's algorithm needs; "" if it is exact."""
+        algorithm = registry.operations()[self.operation].find(self.algorithm, self.protocol)
+        return "" if algorithm is None else algorithm.wire
+
     def without_figures(self) -> Row:
         """Return the row without figures. Rows that are equal then behave alike."""
         return self._replace(us=None, runner_up=None)
@@ -171,7 +177,9 @@ class TuningTable(NamedTuple):
     def with_rows(self, *rows: Row) -> TuningTable:
         """Return a table in which ``rows`` replace all rows of their operations."""
         found = self._replace(rows={**self.rows, **by_operation(rows)})
-        replaced = {of_programs(row.operation) for row in rows} - by_operation(rows).keys()
+        # Programs serve exact messages only, so rows for quantized ones leave theirs.
+        exact = {row.operation for row in rows if not row.wire}
+        replaced = {of_programs(operation) for operation in exact} - by_operation(rows).keys()
         return found._replace(rows={key: of_key for key, of_key in found.rows.items() if key not in replaced})
 
     def with_layers(self, rows: Iterable[LayerRow]) -> TuningTable:
@@ -201,8 +209,11 @@ def by_operation(rows: Iterable[Row]) -> dict[str, tuple[Row, ...]]:
     found: dict[str, tuple[Row, ...]] = {}
     for row in rows:
         algorithm = registry.operations()[row.operation].find(row.algorithm, row.protocol)
-        is_symmetric = algorithm is not None and algorithm.is_symmetric
-        key = of_symmetric(row.operation) if is_symmetric else row.operation
+        key = row.operation
+        if algorithm is not None and algorithm.is_symmetric:
+            key = of_symmetric(row.operation)
+        if row.wire:
+            key = of_wire(row.operation, row.wire)
         if registry.is_program(row.algorithm):
             key = of_programs(row.operation)
         found[key] = (*found.get(key, ()), row)
@@ -212,6 +223,11 @@ def by_operation(rows: Iterable[Row]) -> dict[str, tuple[Row, ...]]:
 def of_symmetric(operation: str) -> str:
     """Key of the rows that apply to symmetric tensors."""
     return f"{operation} of symmetric tensors"
+
+
+def of_wire(operation: str, wire: str) -> str:
+    """Key of the rows that apply to messages quantized by option ``wire``."""
+    return f"{operation} with wire {wire}"
 
 
 #: Operations whose rows may name DSL programs.

@@ -172,7 +172,8 @@ class CoreHandle:
 
     def stats(self) -> Stats:
         """See ``Communicator.stats``. From any thread."""
-        return Stats(self.statistics.calls(), self.statistics.declined(), self._progress())
+        counted = self.statistics
+        return Stats(counted.calls(), counted.declined(), self._progress(), counted.bytes_saved())
 
     def _progress(self) -> Progress:
         # local references: ``close`` on another thread may clear the attributes

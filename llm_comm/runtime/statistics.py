@@ -26,18 +26,22 @@ class StatisticsCollector:
     """
 
     def __init__(self) -> None:
-        self._by_kind: dict[tuple[str, str, str, int], _core.CallStatistics] = {}
+        # The last element of a key is the fraction of the message size that quantization saves on the wire.
+        self._by_kind: dict[tuple[str, str, str, int, float], _core.CallStatistics] = {}
         self._declined: dict[tuple[str, str], int] = {}
         self._declines = threading.Lock()
 
-    def counter(self, operation: str, message_bytes: int, algorithm: str, protocol: str) -> _core.Counter:
+    def counter(
+        self, operation: str, message_bytes: int, algorithm: str, protocol: str, saved_share: float = 0.0
+    ) -> _core.Counter:
         """Return a counter for calls of one algorithm with messages of one size class.
 
         Args:
             operation, message_bytes, algorithm, protocol: Attributes of ``Plan``.
+            saved_share: Attribute of ``Layout``.
         """
         nbytes = int(message_bytes)  # torch.jit.trace passes sizes as tensors
-        kind = (operation, algorithm, protocol, size_class(nbytes))
+        kind = (operation, algorithm, protocol, size_class(nbytes), saved_share)
         return _core.Counter(self._by_kind.setdefault(kind, _core.CallStatistics()), nbytes)
 
     def decline(self, operation: str, reason: str) -> None:
@@ -50,12 +54,20 @@ class StatisticsCollector:
 
     def calls(self) -> tuple[Calls, ...]:
         """Return the counted calls by operation, algorithm, protocol and size class."""
+        found: dict[tuple[str, str, str, int], OperationTotals] = {}
         # The copy is one step of the interpreter: other threads may add entries meanwhile.
+        for (operation, algorithm, protocol, largest, _), statistics in self._by_kind.copy().items():
+            kind = operation, algorithm, protocol, largest
+            found[kind] = found.get(kind, OperationTotals()).plus(
+                statistics.calls, statistics.bytes, statistics.captured_calls, statistics.captured_bytes
+            )
         return tuple(
-            Calls(*kind, statistics.calls, statistics.bytes, statistics.captured_calls, statistics.captured_bytes)
-            for kind, statistics in sorted(self._by_kind.copy().items(), key=lambda item: item[0])
-            if statistics.calls or statistics.captured_calls
+            Calls(*kind, *totals) for kind, totals in sorted(found.items()) if totals.calls or totals.captured_calls
         )
+
+    def bytes_saved(self) -> int:
+        """Return ``Stats.bytes_saved``."""
+        return round(sum(kind[-1] * statistics.bytes for kind, statistics in self._by_kind.copy().items()))
 
     def declined(self) -> tuple[Declined, ...]:
         """Return the declined inputs by operation and reason."""
@@ -128,6 +140,10 @@ class OperationTotals(NamedTuple):
     captured_calls: int = 0
     captured_bytes: int = 0
 
+    def plus(self, *numbers: int) -> OperationTotals:
+        """Return the totals with the numbers of other calls added, in the order of the fields."""
+        return OperationTotals(*map(sum, zip(self, numbers, strict=True)))
+
 
 @dataclass(frozen=True)
 class Stats:
@@ -137,11 +153,14 @@ class Stats:
         calls: Calls by operation, algorithm, protocol and size class.
         declined: Declined inputs by operation and reason.
         progress: Progress of the kernels. After ``close``, the state at the time of closing.
+        bytes_saved: Bytes that this rank did not send since option ``wire`` quantized its eager all-reduces, compared
+            with a two-shot all-reduce of the exact values.
     """
 
     calls: tuple[Calls, ...] = ()
     declined: tuple[Declined, ...] = ()
     progress: Progress = field(default_factory=Progress)
+    bytes_saved: int = 0
 
     def as_dict(self) -> dict[str, Any]:
         """Return the statistics as JSON-able dicts, lists and numbers."""
@@ -149,15 +168,15 @@ class Stats:
             "calls": [asdict(calls) for calls in self.calls],
             "declined": [asdict(declined) for declined in self.declined],
             "progress": asdict(self.progress),
+            "bytes_saved": self.bytes_saved,
         }
 
     def by_operation(self) -> dict[str, OperationTotals]:
         """Return the totals over algorithms, protocols and size classes, by operation."""
         sums: dict[str, OperationTotals] = {}
         for each in self.calls:
-            numbers = each.calls, each.bytes, each.captured_calls, each.captured_bytes
             so_far = sums.get(each.operation, OperationTotals())
-            sums[each.operation] = OperationTotals(*map(sum, zip(so_far, numbers, strict=True)))
+            sums[each.operation] = so_far.plus(each.calls, each.bytes, each.captured_calls, each.captured_bytes)
         return sums
 
 

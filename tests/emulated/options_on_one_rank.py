@@ -33,6 +33,8 @@ OTHERS: dict[str, Any] = {
     "enable": False,
     "multicast": "0",
     "sum": "any",
+    "wire": "fp8",
+    "wire_min_bytes": 2 << 20,
     "timeout_s": 59.0,
     "log": "error",
     "workspace_bytes": 8 << 20,

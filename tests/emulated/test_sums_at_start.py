@@ -100,6 +100,24 @@ def test_measured_once_and_kept(ranks: RankPool, tmp_path: Path, world: int) -> 
         assert outcome["digest"] == first[0]["digest"]
 
 
+def start_quantized(directory: str) -> tuple[int, set[str]]:
+    os.environ["LLM_COMM_TABLE_DIR"] = directory
+    StandIn.failing, StandIn.declining, StandIn.measured = False, False, 0
+    with make_communicator(wire="int8", wire_min_bytes=max(SIZES)) as comm:
+        comm.use_table(comm.table._replace(origin=Origin("general", is_tuned=False)))
+        stand_in = mock.patch.object(collective_tuning, "Bench", StandIn)
+        with stand_in, mock.patch.object(collective_tuning, "_budget_s", return_value=60.0):
+            assert tune(comm, dist.group.WORLD, model_of(HIDDEN), LOG).startswith("; sums of decode batches measured")
+        return StandIn.measured, set(comm.table.rows)
+
+
+def test_quantized_messages_are_not_measured(ranks: RankPool, tmp_path: Path) -> None:
+    """Neither exactly, as that would not run, nor as they are: that the operator chose."""
+    for measured, keys in ranks.run(2, start_quantized, str(tmp_path)):
+        assert measured == 2 * len(TOKENS) - 1
+        assert not any("wire" in key for key in keys)
+
+
 def test_ranks_that_cannot_measure_go_by_the_table(ranks: RankPool, tmp_path: Path) -> None:
     for outcome in ranks.run(2, start, str(tmp_path), True):
         assert (outcome["about"], outcome["changed"]) == ("", {ALL_REDUCE: [], FUSED: []})

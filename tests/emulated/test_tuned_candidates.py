@@ -42,15 +42,16 @@ def kinds_that_run(comm: Communicator, subject: Subject, size: int) -> set[str]:
         at_size = bench.candidates(lambda _: None)
     comm.check()
     assert at_size.refusals == ()
-    expected = list(candidates(subject.problem(size, comm.world_size), comm.limits, subject.is_symmetric))
+    problem = subject.problem(size, comm.world_size)
+    expected = list(candidates(problem, comm.limits, subject.is_symmetric, wire=subject.wire))
     assert {row.algorithm for row in expected} == {name for name, _ in ran}
     assert sum(ran.values()) == len(at_size.measured) <= len(expected)
     return {f"symmetric {protocol}" if subject.is_symmetric else protocol for _, protocol in ran}
 
 
-def check(name: str, size: int, kinds: set[str]) -> None:
-    with make_communicator(workspace_bytes=64 << 20) as comm:
-        subjects = subjects_of([name], HIDDEN, size, comm.world_size)
+def check(name: str, size: int, kinds: set[str], wire: str = "none") -> None:
+    with make_communicator(workspace_bytes=64 << 20, wire=wire) as comm:
+        subjects = subjects_of([name], HIDDEN, size, comm.world_size, config=comm.config)
         found = [kinds_that_run(comm, s, size) for s in subjects if size in s.sizes(size, size)]
     assert set().union(*found) == kinds
 
@@ -73,3 +74,8 @@ def test_small_messages(name: str, ranks: RankPool) -> None:
 )
 def test_large_messages(name: str, kinds: set[str], ranks: RankPool) -> None:
     ranks.run(2, check, name, 4 << 20, kinds)
+
+
+@pytest.mark.parametrize("wire", ["fp8", "int8"])
+def test_quantized_messages(wire: str, ranks: RankPool) -> None:
+    ranks.run(2, check, "all-reduce", 4 << 20, {"HB"}, wire)

@@ -211,7 +211,7 @@ EDGES: tuple[Mutant, ...] = (
     ),
     # ---- Options, files, messages ----
     python("4 GiB are too much", OPTIONS, "MIB <= v <= 4096 * MIB", "MIB <= v < 4096 * MIB", OF_CONFIG),
-    python("8 EiB are not too much", OPTIONS, "0 <= v < 1 << 63", "0 <= v <= 1 << 63", OF_CONFIG),
+    python("8 EiB are not too much", OPTIONS, "0 <= value < 1 << 63", "0 <= value <= 1 << 63", OF_CONFIG),
     python(
         "a path may be twice as long",
         OPTIONS,

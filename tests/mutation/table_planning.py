@@ -27,6 +27,7 @@ OF_HOSTILE = "tests/unit/test_hostile_files.py"
 OF_VERDICTS = "tests/unit/test_engine_verdicts.py"
 OF_CONFIG = "tests/unit/test_config.py"
 OF_MODELS = "tests/unit/test_doctor_model.py"
+OF_WIRE = "tests/unit/test_wire_selection.py"
 
 PLANNING: tuple[Mutant, ...] = (
     python(
@@ -59,6 +60,48 @@ PLANNING: tuple[Mutant, ...] = (
         "if problem.data_type in a.data_types and not a.is_symmetric]",
         "if not a.is_symmetric]",
         SHAPES,
+    ),
+    python(
+        "the smallest quantized message is exact",
+        SELECTION,
+        "problem.message_bytes() >= config.wire_min_bytes",
+        "problem.message_bytes() > config.wire_min_bytes",
+        OF_WIRE,
+    ),
+    python(
+        "symmetric tensors have another sum than quantized ones",
+        SELECTION,
+        "    if wire_of(problem, config):\n        return layout\n",
+        "",
+        OF_WIRE,
+    ),
+    python(
+        "a quantized message uses rows of exact ones",
+        SELECTION,
+        "table.rows.get(of_wire(problem.operation, wire), ())",
+        "table.rows.get(problem.operation, ())",
+        OF_WIRE,
+    ),
+    python(
+        "rows of quantized messages are those of exact ones",
+        TABLES,
+        "key = of_wire(row.operation, row.wire)",
+        "key = row.operation",
+        OF_WIRE,
+    ),
+    python(
+        "kernels of quantized messages are not loaded",
+        SELECTION,
+        "or algorithm.name == config.algorithm or bool(algorithm.wire)",
+        "or algorithm.name == config.algorithm",
+        SHAPES,
+    ),
+    cpp(
+        "rows of quantized messages are sorted among exact ones",
+        FILES,
+        "if (*info.wire != 0) of +=",
+        "if (!WITHOUT && *info.wire != 0) of +=",
+        OF_WIRE,
     ),
     python("a forced algorithm is not", SELECTION, "if found not in forced:", "if found is None:", SHAPES),
     python(

@@ -49,9 +49,9 @@ def random_rows(draw: random.Random) -> Iterator[Row]:
     for operation in registry.operations().values():
         if draw.random() < 0.3:
             continue
-        own = [a for a in operation.algorithms if not a.is_symmetric]
+        own = [a for a in operation.algorithms if not a.is_symmetric and not a.wire]
         symmetric = [a for a in operation.algorithms if a.is_symmetric]
-        for algorithms in (own, symmetric):
+        for algorithms in (own, symmetric, *([a] for a in operation.algorithms if a.wire)):
             for up_to in sorted(draw.sample(range(6, 28), draw.randint(1, 4))) if algorithms else ():
                 algorithm = draw.choice(algorithms)
                 yield random_row(draw, algorithm, 1 << up_to)

@@ -21,6 +21,8 @@ VALUES: dict[str, tuple[object, str, object, object]] = {
     "enable": (False, "0", False, False),
     "multicast": ("0", "1", "1", "0"),
     "sum": ("any", "any", "any", "any"),
+    "wire": ("fp8", "int8", "int8", "fp8"),
+    "wire_min_bytes": (2 << 20, "64K", 64 << 10, 0),
     "timeout_s": (1.5, "2.5", 2.5, 3),
     "log": ("debug", "info", "info", "error"),
     "workspace_bytes": (1 << 20, str(2 << 20), 2 << 20, 3 << 20),
@@ -57,6 +59,13 @@ INVALID: list[tuple[str, object, str]] = [
     ("multicast", "2", "'auto' or '0' or '1'"),
     ("multicast", 0, "'auto' or '0' or '1'"),
     ("sum", "order", "'rank_order' or 'any'"),
+    ("wire", "fp4", "'none' or 'fp8' or 'int8'"),
+    ("wire", None, "'none' or 'fp8' or 'int8'"),
+    ("wire", False, "'none' or 'fp8' or 'int8'"),
+    ("wire_min_bytes", -1, "bytes >= 0 and below 8 EiB"),
+    ("wire_min_bytes", True, "bytes >= 0 and below 8 EiB"),
+    ("wire_min_bytes", None, "bytes >= 0 and below 8 EiB"),
+    ("wire_min_bytes", 1 << 63, "bytes >= 0 and below 8 EiB"),
     ("timeout_s", 0, "a number of seconds above 0 and below 1000000"),
     ("timeout_s", -1.0, "a number of seconds above 0 and below 1000000"),
     ("timeout_s", float("nan"), "a number of seconds above 0 and below 1000000"),
@@ -109,6 +118,8 @@ INVALID: list[tuple[str, object, str]] = [
 INVALID_TEXTS = [
     ("enable", "maybe", "true or false"),
     ("multicast", "on", "'auto' or '0' or '1'"),
+    ("wire", "FP8", "'none' or 'fp8' or 'int8'"),
+    ("wire_min_bytes", "1 MB/s", "bytes >= 0 and below 8 EiB"),
     ("timeout_s", "soon", "a number of seconds above 0 and below 1000000"),
     ("timeout_s", "-3", "a number of seconds above 0 and below 1000000"),
     ("log", "LOUD", "'debug' or 'info' or 'warning' or 'error'"),
@@ -269,7 +280,7 @@ def test_options_are_given_by_name() -> None:
 
 
 @pytest.mark.parametrize("text", ["32M", "32m", "32MB", "32MiB", "32 MiB", "32768K", "33554432"])
-@pytest.mark.parametrize("option", ["workspace_bytes", "max_message_bytes"])
+@pytest.mark.parametrize("option", ["workspace_bytes", "max_message_bytes", "wire_min_bytes"])
 def test_sizes(option: str, text: str, file: Path) -> None:
     for environ in ({variable(option): text}, file_environment(file, f"{option}: {text}")):
         assert getattr(Config.load(environ), option) == 32 << 20
@@ -296,6 +307,39 @@ def test_spellings_of_booleans(text: str, value: bool) -> None:
 @pytest.mark.parametrize("value", ["0", "1"])
 def test_multicast_in_a_file_may_be_a_number(value: str, file: Path) -> None:
     assert Config.load(file_environment(file, f"multicast: {value}")).multicast == value
+
+
+@pytest.mark.parametrize(
+    ("content", "found"),
+    [
+        ("none", "none"),
+        ("fp8", "fp8"),
+        ("no", "option wire is False"),
+        ("8", "option wire is 8 "),
+        ("", "option wire is None"),
+        ("fp16", "option wire is 'fp16'"),
+    ],
+)
+def test_what_yaml_makes_of_wire(content: str, found: str, file: Path) -> None:
+    environ = file_environment(file, f"wire: {content}\n")
+    if "is" not in found:
+        assert Config.load(environ).wire == found
+        return
+    with pytest.raises(ConfigError, match=rf"{found}.*config\.yaml:1\); valid: 'none' or 'fp8' or 'int8'"):
+        Config.load(environ)
+
+
+def test_quantized_sums_are_not_deterministic(file: Path) -> None:
+    environ = {**file_environment(file, "deterministic: true\n"), "LLM_COMM_WIRE": "fp8"}
+    with pytest.raises(ConfigError) as error:
+        Config.load(environ)
+    assert str(error.value) == (
+        f"option wire is 'fp8' (LLM_COMM_WIRE), and deterministic is on ({file}:1): quantized sums of a token depend "
+        "on its batch. Set wire to 'none', or deterministic to false"
+    )
+    assert Config.load(environ, deterministic=False).wire == "fp8"
+    with pytest.raises(ConfigError, match=r"option wire is 'int8' \(Python\), and deterministic is on \(Python\)"):
+        Config.load({}, wire="int8").replace(deterministic=True)
 
 
 @pytest.mark.parametrize("content", ["", "# nothing\n"])

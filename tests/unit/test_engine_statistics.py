@@ -67,6 +67,12 @@ def test_the_line() -> None:
     assert statistics.describe("tp", STATS) == LINE
 
 
+def test_the_line_says_what_quantization_saves() -> None:
+    saved = "; 1234 bytes less sent, as wire quantizes eager all-reduces"
+    line = statistics.describe("tp", replace(STATS, bytes_saved=1234))
+    assert line == LINE.replace("; declined", f"{saved}; declined")
+
+
 def test_the_line_of_a_group_that_has_done_nothing() -> None:
     words = "no calls; 0 launches by the host, an unknown number ended on the device, replays of graphs included"
     assert statistics.describe("dp", Stats()) == f"llm_comm in group dp: {words}"

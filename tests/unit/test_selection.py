@@ -69,7 +69,7 @@ def plans_of(planner: Planner) -> Iterator[selection.Layout]:
 )
 def test_kernels_of_all_plans_are_loaded(table: TuningTable, multicast: Multicast) -> None:
     for algorithm in ("auto", *registry.algorithm_names(), "dsl:ring_ll"):
-        for more in ({}, {"max_blocks": 8}, {"sum": "any"}):
+        for more in ({}, {"max_blocks": 8}, {"sum": "any"}, {"wire": "fp8"}, {"wire": "int8", "max_blocks": 8}):
             config = Config.load({}, algorithm=algorithm, **more)
             planner = Planner(8, table, config, limits_of(config), multicast)
             planner.has_symmetric = True
@@ -83,8 +83,8 @@ def test_kernels_of_all_plans_are_loaded(table: TuningTable, multicast: Multicas
 def test_kernels_that_no_plan_names_are_not_loaded(table: TuningTable) -> None:
     planner = Planner(8, table, CONFIG, limits_of(CONFIG))
     found = [a for operation in registry.operations().values() for a in operation.algorithms]
-    optional = {a.number for a in found if a.uses_multimem or a.protocol == "Port" or a.name == "one_shot_hb"}
-    assert len(optional) == 12
+    optional = {a.number for a in found if a.uses_multimem or a.protocol == "Port" or a.name == "one_shot_hb" or a.wire}
+    assert len(optional) == 14
     assert not optional.intersection(planner.choosable())
 
 
@@ -125,9 +125,9 @@ def test_every_algorithm_can_be_forced_at_every_size(world: int) -> None:
     """Where it has a row of its own, where rows are of others, and where nothing proposes it as it is slow there."""
     known = registry.operations()[ALL_REDUCE].algorithms
     for table in (TABLE, general_table(world, 132), emulated_table()):
-        for algorithm in (a.name for a in known if not a.is_symmetric):
+        for algorithm, wire in ((a.name, a.wire or "none") for a in known if not a.is_symmetric):
             for count in (1, 100, 50_000, 500_000):
-                config = CONFIG.replace(algorithm=algorithm, sum="any")
+                config = CONFIG.replace(algorithm=algorithm, sum="any", wire=wire)
                 problem = problem_of(count, "bf16", world)
                 plan = selection.select(problem, table, config, limits_of(config), Multicast(True, "as if"))
                 assert plan.algorithm == algorithm, plan.reason

@@ -98,6 +98,7 @@ def test_a_dict_is_json() -> None:
         **{"calls": 1, "bytes": 4096, "captured_calls": 0, "captured_bytes": 0},
     }
     assert told["declined"] == [{"operation": "a", "reason": "N bytes", "count": 7}]
+    assert told["bytes_saved"] == 0
     assert told["progress"] == {"launches": 9, "operations_ended": 20, "idle_s": 1.5, "error": "PeerTimeout"}
 
 

@@ -422,6 +422,29 @@ def deterministic_mode_is_left_to_nccl() -> None:
         assert len(log.having("is not active: deterministic inference is on")) == (dist_rank() == 0)
 
 
+@scenario(SGLANG_ENABLE_DETERMINISTIC_INFERENCE="1", LLM_COMM_DETERMINISTIC="1", LLM_COMM_WIRE="int8")
+def deterministic_mode_excludes_quantized_sums() -> None:
+    parallel_state.set_custom_all_reduce(False)
+    error = start_error()
+    assert "option wire is 'int8' (LLM_COMM_WIRE), and deterministic is on (LLM_COMM_DETERMINISTIC)" in error, error
+
+
+@scenario(LLM_COMM_WIRE="fp8", LLM_COMM_WIRE_MIN_BYTES="64K")
+def large_sums_are_quantized_if_asked_for() -> None:
+    with sglang_groups() as log:
+        communicator = ours("tp")._llm_comm
+        assert len(log.having("; all-reduces from 64 KiB are quantized (fp8): lossy; ")) == (dist_rank() == 0)
+        for rows in (15, 16):
+            x = torch.randn(rows, 2048, generator=torch.Generator().manual_seed(dist.get_rank())).to(torch.bfloat16)
+            total, exact = group("tp").all_reduce(x.clone()), x.clone()
+            assert (communicator.plan(x).algorithm == "two_shot_fp8") == (rows == 16)
+            dist.all_reduce(exact)
+            assert (total.float() - exact.float()).abs().max() < 1.0
+            others = [torch.empty_like(total) for _ in range(2)]
+            dist.all_gather(others, total)
+            assert torch.equal(*others)
+
+
 @scenario(SGLANG_ENABLE_DETERMINISTIC_INFERENCE="1", LLM_COMM_DETERMINISTIC="1", LLM_COMM_SUM="any")
 def deterministic_mode_can_have_one_order_of_sums_at_all_sizes() -> None:
     parallel_state.set_custom_all_reduce(False)

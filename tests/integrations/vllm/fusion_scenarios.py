@@ -604,6 +604,34 @@ def batches_that_are_too_large_have_a_graph_without_the_operator() -> None:
         assert len(vllm.fused_calls) == 1
 
 
+@scenario(LLM_COMM_WIRE="int8", LLM_COMM_WIRE_MIN_BYTES="1024")
+def batches_that_are_too_large_to_be_fused_are_quantized() -> None:
+    table = shared_directory() / f"rank{dist_rank()}" / "table.yaml"
+    table.parent.mkdir()
+    table.write_text(
+        "{device: emulated, world_size: 2, max_message_bytes: 65536, max_fused_bytes: 1024, rows: [{operation: "
+        "all_reduce, up_to: 65536, algorithm: two_shot, protocol: LL, blocks: 4, tile_lines: 16, depth: 1}]}"
+    )
+    os.environ["LLM_COMM_TABLE"] = str(table)
+    config = with_model(compiler_config(norms_by="native"))
+    with compiler(config) as vllm:
+        assert config.compilation_config.compile_ranges_endpoints[0] == 8  # of 128 bytes each
+        (norm,) = norms(1e-5)
+
+        def model(x: torch.Tensor) -> Any:
+            return norm(tensor_model_parallel_all_reduce(x), x)
+
+        communicator = parallel_state.get_tp_group().device_communicator._llm_comm
+        compiled = vllm.compile(model)
+        for rows, fused, quantized in ((8, 1, 0), (9, 0, 1)):
+            before = communicator.stats().calls
+            vllm.fused_calls.clear()
+            compiled(data((rows, HIDDEN)))
+            assert len(vllm.fused_calls) == fused
+            new = [calls for calls in communicator.stats().calls if calls not in before]
+            assert [calls.algorithm for calls in new].count("two_shot_int8") == quantized, new
+
+
 @scenario()
 def where_all_batches_are_fused_there_is_one_graph() -> None:
     config = with_model(compiler_config())

@@ -400,6 +400,30 @@ def batch_invariance_means_one_way_for_all_sizes() -> None:
         assert communicator.config.sum == "rank_order"
 
 
+@scenario(VLLM_BATCH_INVARIANT="1", LLM_COMM_WIRE="fp8")
+def batch_invariance_excludes_quantized_sums() -> None:
+    error = start_error(VllmConfig())
+    assert "option wire is 'fp8' (LLM_COMM_WIRE), and VLLM_BATCH_INVARIANT is on: quantized sums" in error, error
+
+
+@scenario(LLM_COMM_WIRE="int8", LLM_COMM_WIRE_MIN_BYTES="64K")
+def large_sums_are_quantized_if_asked_for() -> None:
+    with vllm_groups() as log:
+        communicator = parallel_state.get_tp_group().device_communicator._llm_comm
+        assert len(log.having("; all-reduces from 64 KiB are quantized (int8): lossy; ")) == (dist_rank() == 0)
+        for rows in (15, 16):
+            x = torch.randn(rows, 2048, generator=torch.Generator().manual_seed(dist.get_rank())).to(torch.bfloat16)
+            total = tensor_model_parallel_all_reduce(x)
+            assert (communicator.plan(x).algorithm == "two_shot_int8") == (rows == 16)
+            exact = x.clone()
+            dist.all_reduce(exact)
+            assert (total.float() - exact.float()).abs().max() < 0.2
+            others = [torch.empty_like(total) for _ in range(2)]
+            dist.all_gather(others, total)
+            assert torch.equal(*others)
+        assert communicator.stats().bytes_saved > 0
+
+
 @scenario(VLLM_BATCH_INVARIANT="1")
 def batch_invariant_sums_are_those_of_llm_comm() -> None:
     with vllm_groups():

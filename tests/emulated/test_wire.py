@@ -1,0 +1,187 @@
+"""Option ``wire``: large all-reduces are quantized and alike on all ranks, all others are exact."""
+
+from __future__ import annotations
+
+import logging
+
+import pytest
+import torch
+import torch.distributed as dist
+from harness import RankPool, error_of_setup, make_communicator, unnamed
+from reference import DTYPES, assert_bitwise_equal, assert_is_sum
+
+from llm_comm import Communicator
+from llm_comm.planning.tables import ALL_REDUCE, Row
+
+WORLD = 3
+SMALLEST = 64 << 10
+#: Largest error of a quantized value, as a fraction of the largest value of its block.
+ERRORS = {"fp8": 1 / 16, "int8": 1 / 254}
+BF16 = torch.bfloat16
+HIDDEN = 512
+
+
+def drawn(rank: int, count: int, dtype: torch.dtype, seed: int = 0) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(1000 * seed + rank)
+    return (torch.rand(count, generator=generator) * 2 - 1).to(dtype)
+
+
+def assert_quantized_sum(found: torch.Tensor, inputs: list[torch.Tensor], wire: str) -> None:
+    """Check that all ranks have the same bits, that they are no exact sum, and that quantization explains the error."""
+    everyone = [torch.empty_like(found.view(torch.uint8)) for _ in range(WORLD)]
+    dist.all_gather(everyone, found.view(torch.uint8))
+    for of_rank in everyone[1:]:
+        assert torch.equal(of_rank, everyone[0])
+    exact = torch.stack([x.double() for x in inputs]).sum(0)
+    errors = (found.double() - exact).abs()
+    # WORLD - 1 contributions of up to 1 and a sum of up to WORLD are quantized, and the sum is rounded to its type.
+    bound = ERRORS[wire] * (2 * WORLD - 1) + torch.finfo(found.dtype).eps * WORLD
+    assert 1e-4 < errors.max() < bound
+    assert errors.mean() < bound / 3
+
+
+def check_sums(comm: Communicator, wire: str) -> None:
+    for dtype in DTYPES:
+        limit = SMALLEST // dtype.itemsize
+        for count in (1, limit - 1, limit, limit + 1, 3 * limit + 5):
+            inputs = [drawn(rank, count, dtype) for rank in range(WORLD)]
+            x, what = inputs[comm.rank].clone(), f"{count} {dtype}"
+            total = comm.all_reduce(x)
+            assert_bitwise_equal(x, inputs[comm.rank], f"{what}: the input")
+            assert_bitwise_equal(comm.all_reduce(x, out=x), total, f"{what}: in place")
+            if count < limit:
+                assert_is_sum(total, inputs, what)
+            else:
+                assert comm.plan(x).algorithm == f"two_shot_{wire}"
+                assert_quantized_sum(total, inputs, wire)
+            if x.nbytes % 16 == 0:
+                symmetric = comm.empty(count, dtype).copy_(inputs[comm.rank])
+                assert_bitwise_equal(comm.all_reduce(symmetric, out=symmetric), total, f"{what}: symmetric tensors")
+
+
+def check_others(comm: Communicator) -> None:
+    """Fused all-reduces, gathers and reduce-scatters of any size are as without the option."""
+    rows = 2 * SMALLEST // HIDDEN
+    x, weight = drawn(comm.rank, rows * HIDDEN, BF16).view(rows, HIDDEN), torch.ones(HIDDEN, dtype=BF16)
+    with make_communicator() as exact:
+        for one, other in zip(
+            comm.all_reduce_add_rms_norm(x, x.clone(), weight, 1e-5),
+            exact.all_reduce_add_rms_norm(x, x.clone(), weight, 1e-5),
+            strict=True,
+        ):
+            assert_bitwise_equal(one, other, "fused")
+        assert_bitwise_equal(comm.all_gather(x), exact.all_gather(x), "all-gather")
+        shards = drawn(comm.rank, WORLD * SMALLEST, BF16)
+        assert_bitwise_equal(comm.reduce_scatter(shards), exact.reduce_scatter(shards), "reduce-scatter")
+
+
+def run(wire: str) -> None:
+    with make_communicator(wire=wire, wire_min_bytes=SMALLEST) as comm:
+        check_sums(comm, wire)
+        check_others(comm)
+
+
+@pytest.mark.parametrize("wire", ERRORS)
+def test_large_sums_are_quantized(ranks: RankPool, wire: str) -> None:
+    ranks.run(WORLD, run, wire)
+
+
+def repeat() -> None:
+    """A prepared call with other data, between exact ones, as an engine's prefill is between decode steps."""
+    with make_communicator(wire="int8", wire_min_bytes=SMALLEST) as comm:
+        x = torch.empty(SMALLEST, dtype=BF16)
+        for seed in range(20):
+            inputs = [drawn(rank, SMALLEST, BF16, seed) for rank in range(WORLD)]
+            assert_quantized_sum(comm.all_reduce(x.copy_(inputs[comm.rank])), inputs, "int8")
+            small = [of_rank[:1000].contiguous() for of_rank in inputs]
+            assert_is_sum(comm.all_reduce(small[comm.rank]), small, f"{seed}")
+        stats = comm.stats()
+        by_name = {calls.algorithm: calls for calls in stats.calls}
+        sent = by_name["two_shot_int8"].bytes
+        assert by_name["two_shot_int8"].calls == 20
+        assert sent == 20 * 2 * SMALLEST
+        assert stats.bytes_saved == round(sent * 2 * (WORLD - 1) / WORLD * (1 - 1.03125 / 2))
+        assert stats.as_dict()["bytes_saved"] == stats.bytes_saved
+
+
+def test_calls_are_repeated_and_counted(ranks: RankPool) -> None:
+    ranks.run(WORLD, repeat)
+
+
+def differ() -> tuple[str, str]:
+    odd = dist.get_rank() == 1
+    return (
+        error_of_setup(wire="fp8" if odd else "int8"),
+        error_of_setup(wire="fp8", wire_min_bytes=SMALLEST if odd else 2 * SMALLEST),
+    )
+
+
+def test_ranks_must_agree(ranks: RankPool) -> None:
+    for of_rank in ranks.run(WORLD, differ):
+        wire, smallest = map(unnamed, of_rank)
+        assert "have different options: wire is 'fp8' on rank 1, 'int8' on ranks 0, 2" in wire
+        assert "have different options: wire_min_bytes is 65536 on rank 1, 131072 on ranks 0, 2" in smallest
+
+
+def by_table() -> tuple[int, str]:
+    with make_communicator(wire="fp8", wire_min_bytes=SMALLEST) as comm:
+        comm.use_table(
+            comm.table.with_rows(Row(1 << 30, ALL_REDUCE, "two_shot_fp8", "HB", blocks=2, tile_lines=32, depth=3))
+        )
+        inputs = [drawn(rank, SMALLEST, BF16) for rank in range(WORLD)]
+        assert_quantized_sum(comm.all_reduce(inputs[comm.rank]), inputs, "fp8")
+        plan = comm.plan(inputs[0])
+        return plan.depth, plan.reason
+
+
+def test_rows_of_a_table(ranks: RankPool) -> None:
+    for depth, reason in ranks.run(WORLD, by_table):
+        assert depth == 3
+        assert reason.endswith("up to 1073741824 bytes; wire fp8")
+
+
+def over_nodes() -> list[str]:
+    """Each rank is a node of its own. Returns the warnings."""
+    said: list[str] = []
+    handler = logging.Handler(logging.WARNING)
+    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
+    logger = logging.getLogger("llm_comm")
+    logger.addHandler(handler)
+    try:
+        with make_communicator(wire="fp8", wire_min_bytes=0, node=f"node {dist.get_rank()}") as comm:
+            values = torch.arange(SMALLEST, dtype=torch.float32).remainder_(997)
+            assert torch.equal(comm.all_reduce(values * (comm.rank + 1)), values * 6)
+            assert comm.stats().bytes_saved == 0
+    finally:
+        logger.removeHandler(handler)
+    return said
+
+
+def test_sums_over_nodes_are_exact(ranks: RankPool) -> None:
+    first, *others = ranks.run(WORLD, over_nodes)
+    assert "option wire is 'fp8' (Python), and the ranks are on several nodes: their all-reduces are exact" in first[-1]
+    assert not any("wire" in text for of_rank in others for text in of_rank)
+
+
+FEATURES = 256
+
+
+@torch.inference_mode()
+def compile_sums() -> None:
+    """One graph for small batches, which are exact, and for large ones, which are quantized."""
+    with make_communicator(wire="fp8", wire_min_bytes=SMALLEST) as comm:
+        limit = SMALLEST // (2 * FEATURES)
+        compiled = torch.compile(lambda x: comm.all_reduce(x * 2), fullgraph=True, dynamic=True, backend="aot_eager")
+        for rows in (limit - 1, limit, 2 * limit):
+            inputs = [drawn(rank, rows * FEATURES, BF16).view(rows, FEATURES) for rank in range(WORLD)]
+            total = compiled(inputs[comm.rank])
+            doubled = [x * 2 for x in inputs]
+            assert_bitwise_equal(total, comm.all_reduce(doubled[comm.rank]), f"{rows} rows")
+            if rows < limit:
+                assert_is_sum(total, doubled, f"{rows} rows")
+        assert comm.stats().by_operation()["all_reduce"].calls == 6
+        assert {calls.algorithm for calls in comm.stats().calls} >= {"two_shot_fp8"}
+
+
+def test_compiled_graphs_have_the_sums_of_eager_calls(ranks: RankPool) -> None:
+    ranks.run(WORLD, compile_sums)

@@ -1,0 +1,250 @@
+"""Which all-reduces option ``wire`` quantizes: by size, type, algorithm and memory, and by which rows of a table."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+from tables import limits_of, plain_row, write_table
+
+from llm_comm import Config, ConfigError, registry
+from llm_comm.bench import tune
+from llm_comm.bench.tune_subjects import candidates, subjects_of
+from llm_comm.config import EngineOptions
+from llm_comm.integrations import descriptions, engine_config
+from llm_comm.options import MIB
+from llm_comm.planning import selection
+from llm_comm.planning.catalogue import load_table, table_text
+from llm_comm.planning.plan import Plan, Problem
+from llm_comm.planning.planner import Planner
+from llm_comm.planning.programs import PROTOCOL, with_program
+from llm_comm.planning.tables import ALL_GATHER, ALL_REDUCE, FUSED, Row, TuningTable, by_operation, of_programs, of_wire
+from llm_comm.runtime.statistics import Calls, StatisticsCollector
+
+CONFIG = Config.load({})
+ALGORITHMS = {"fp8": "two_shot_fp8", "int8": "two_shot_int8"}
+EXACT = plain_row(64 * MIB, "two_shot", 4, 16, 1)
+ROWS = tuple(
+    Row(up_to, ALL_REDUCE, algorithm, "HB", blocks=blocks, tile_lines=tile_lines, depth=2)
+    for algorithm in ALGORITHMS.values()
+    for up_to, blocks, tile_lines in ((2 * MIB, 5, 64), (64 * MIB, 7, 128))
+)
+TABLE = TuningTable("test", by_operation([EXACT, *ROWS]), 64 * MIB, min_symmetric_bytes=0)
+NO_ROWS = TuningTable("exact rows", by_operation([EXACT]), 64 * MIB, min_symmetric_bytes=0)
+WIRES = pytest.mark.parametrize("wire", ALGORITHMS)
+
+
+def planner(config: Config, table: TuningTable = TABLE, world: int = 4) -> Planner:
+    found = Planner(world, table, config, limits_of(config))
+    found.has_symmetric = True
+    return found
+
+
+def plan_of(
+    nbytes: int, table: TuningTable = TABLE, data_type: str = "bf16", world: int = 4, **options: object
+) -> Plan:
+    config = Config.load({}, **options)
+    count = nbytes // registry.data_types()[data_type]
+    return planner(config, table, world).lay_out(ALL_REDUCE, count, 0, data_type).plan
+
+
+# ---- Which messages ------------------------------------------------------------------------------------------------
+
+
+@WIRES
+@pytest.mark.parametrize("data_type", ["bf16", "fp16", "fp32"])
+@pytest.mark.parametrize(("options", "smallest"), [({}, MIB), ({"wire_min_bytes": 4096}, 4096)])
+def test_large_messages_are_quantized(wire: str, data_type: str, options: dict[str, int], smallest: int) -> None:
+    for nbytes, algorithm in ((smallest - 4, "two_shot"), (smallest, ALGORITHMS[wire]), (64 * MIB, ALGORITHMS[wire])):
+        plan = plan_of(nbytes, data_type=data_type, wire=wire, **options)
+        assert plan.algorithm == algorithm
+        assert (f"wire {wire}" in plan.reason) == (algorithm != "two_shot")
+    assert plan_of(64 * MIB, data_type=data_type, **options).algorithm == "two_shot"
+
+
+@WIRES
+def test_other_operations_are_exact(wire: str) -> None:
+    config = CONFIG.replace(wire=wire, wire_min_bytes=0)
+    by_rows = planner(config, world=2).lay_out(FUSED, 64 * 512, 512, "bf16", (1e-5, 0.0, 0.0))
+    gather = planner(config, world=2).lay_out(ALL_GATHER, 4 * MIB, 0, "byte", (1.0, 4.0 * MIB, 4.0 * MIB))
+    for layout, like in ((by_rows, FUSED), (gather, ALL_GATHER)):
+        assert layout.plan.operation == like
+        assert layout.plan.algorithm not in ALGORITHMS.values()
+        assert layout.saved_share == 0
+
+
+@WIRES
+def test_memory_of_the_tensors_makes_no_difference(wire: str) -> None:
+    assert plan_of(MIB, wire=wire).symmetric == ""
+    assert plan_of(MIB - 16, wire=wire).symmetric != ""
+    assert plan_of(MIB).symmetric != ""
+    forced = plan_of(MIB, wire=wire, algorithm="two_shot_pull_hb")
+    assert (forced.algorithm, forced.symmetric) == ("two_shot", "two_shot_pull_hb")
+
+
+@WIRES
+@pytest.mark.parametrize("nbytes", [2, 14, 4098, MIB - 2, 64 * MIB])
+@pytest.mark.parametrize("workspace", [MIB, 64 * MIB])
+def test_every_size_has_a_shape(wire: str, nbytes: int, workspace: int) -> None:
+    for world in (2, 3, 8):
+        options = {"wire": wire, "wire_min_bytes": 0, "workspace_bytes": workspace}
+        plan = plan_of(nbytes, NO_ROWS, world=world, **options)
+        assert plan.algorithm == ALGORITHMS[wire], plan.reason
+        assert plan.reason == f"exact rows has no row for all_reduce: the first candidate; wire {wire}"
+
+
+# ---- Forced algorithms ---------------------------------------------------------------------------------------------
+
+
+@WIRES
+def test_a_forced_algorithm_decides_at_every_size(wire: str) -> None:
+    for nbytes in (2, MIB, 4 * MIB):
+        forced = plan_of(nbytes, wire=wire, algorithm=ALGORITHMS[wire])
+        assert (forced.algorithm, forced.symmetric) == (ALGORITHMS[wire], "")
+        assert plan_of(nbytes, wire=wire, algorithm="one_shot").algorithm == "one_shot"
+        of_gathers = plan_of(nbytes, wire=wire, algorithm="direct_push_hb")
+        assert of_gathers.algorithm == ("two_shot" if nbytes < MIB else ALGORITHMS[wire])
+
+
+@pytest.mark.parametrize("wire", ["none", "int8"])
+def test_a_forced_algorithm_of_another_wire(wire: str) -> None:
+    plan = plan_of(4 * MIB, algorithm="two_shot_fp8", wire=wire)
+    assert plan.algorithm == "two_shot"
+    assert plan.reason.endswith(f"; algorithm two_shot_fp8 cannot be used: option wire is '{wire}' (Python)")
+    assert plan_of(4 * MIB, algorithm="two_shot_fp8").reason.endswith("cannot be used: option wire is 'none' (default)")
+
+
+@WIRES
+def test_max_blocks(wire: str) -> None:
+    table = TABLE._replace(rows=by_operation([row._replace(blocks=64) for row in (EXACT, *ROWS)]))
+    for tuned in (table, NO_ROWS):
+        few = plan_of(32 * MIB, tuned, wire=wire, max_blocks=8)
+        assert (few.algorithm, few.blocks) == (ALGORITHMS[wire], 8)
+    assert plan_of(32 * MIB, table, max_blocks=8).algorithm == "two_shot_hb"
+
+
+# ---- Rows ----------------------------------------------------------------------------------------------------------
+
+
+@WIRES
+def test_rows_stand_apart(wire: str) -> None:
+    assert set(TABLE.rows) == {ALL_REDUCE, of_wire(ALL_REDUCE, "fp8"), of_wire(ALL_REDUCE, "int8")}
+    assert TABLE.rows[ALL_REDUCE] == (EXACT,)
+    for nbytes, row in ((MIB, 0), (2 * MIB, 0), (2 * MIB + 2, 1), (64 * MIB, 1)):
+        plan, expected = plan_of(nbytes, wire=wire), ROWS[row]
+        assert (plan.blocks, plan.tile_lines) == (expected.blocks, expected.tile_lines)
+        assert plan.reason == f"test, up to {expected.up_to} bytes; wire {wire}"
+
+
+def test_rows_for_quantized_messages_alone_leave_exact_ones_as_without_rows() -> None:
+    table = TuningTable("test", by_operation(ROWS), 64 * MIB)
+    for nbytes in (4096, 4 * MIB):
+        assert plan_of(nbytes, table).algorithm == plan_of(nbytes, table._replace(rows={})).algorithm
+
+
+def test_new_rows_replace_their_own_kind() -> None:
+    program = Row(MIB, ALL_REDUCE, "dsl:mine", PROTOCOL)
+    table = TABLE._replace(rows={**TABLE.rows, of_programs(ALL_REDUCE): (program,)})
+    changed = table.with_rows(ROWS[0]._replace(depth=3))
+    assert changed.rows[of_programs(ALL_REDUCE)] == (program,)
+    assert changed.rows[ALL_REDUCE] == (EXACT,)
+    assert changed.rows[of_wire(ALL_REDUCE, "fp8")] == (ROWS[0]._replace(depth=3),)
+    assert changed.rows[of_wire(ALL_REDUCE, "int8")] == ROWS[2:]
+
+
+def test_table_files(tmp_path: Path) -> None:
+    """Rows of one kind are sorted by size; the kinds may stand in any order."""
+    table = load_table(write_table(tmp_path / "table.yaml", [*ROWS[2:], EXACT, *ROWS[:2]])).table
+    assert table.rows == TABLE.rows
+    again = tmp_path / "again.yaml"
+    again.write_text(table_text("test device", 8, table, {}), encoding="utf-8")
+    assert load_table(again).table.rows == TABLE.rows
+    with pytest.raises(ConfigError, match="rows of all_reduce with wire fp8 must be sorted by up_to"):
+        load_table(write_table(tmp_path / "unsorted.yaml", [EXACT, *reversed(ROWS[:2])]))
+
+
+@pytest.mark.parametrize("options", [{}, {"wire": "fp8"}])
+def test_a_row_of_a_program_serves_exact_messages(options: dict[str, str]) -> None:
+    config = Config.load({}, **options)
+    table = TABLE._replace(
+        rows={**TABLE.rows, of_programs(ALL_REDUCE): (Row(64 * MIB, ALL_REDUCE, "dsl:x", PROTOCOL),)}
+    )
+    problem = Problem(ALL_REDUCE, MIB, 0, "bf16", 4)
+
+    class Nothing:
+        operation, max_bytes, data_types = ALL_REDUCE, 0, ("bf16",)
+
+    layout = selection.lay_out(problem, table, config, limits_of(config))
+    found = with_program(layout, problem, table, config, {"dsl:x": Nothing()})  # type: ignore[dict-item]
+    assert (found == layout) == bool(options)
+
+
+# ---- Measurements --------------------------------------------------------------------------------------------------
+
+
+def test_tune_measures_quantized_messages_if_asked() -> None:
+    limits = limits_of(CONFIG)
+    (subject,) = subjects_of(["all-reduce"], 8192, 8 * MIB, 4, config=CONFIG.replace(wire="fp8"))
+    assert subject.key == of_wire(ALL_REDUCE, "fp8")
+    assert list(subject.sizes(512 << 10, 4 * MIB)) == [n << 19 for n in (2, 3, 4, 6, 8)]
+    problem = subject.problem(4 * MIB, 4)
+    assert {row.algorithm for row in candidates(problem, limits, wire=subject.wire)} == {"two_shot_fp8"}
+    for exact in subjects_of(["all-reduce"], 8192, 8 * MIB, 4, config=CONFIG):
+        found = {row.algorithm for row in candidates(problem, limits, exact.is_symmetric, wire=exact.wire)}
+        assert found
+        assert not found & set(ALGORITHMS.values())
+
+
+def test_tune_says_that_no_message_is_quantized() -> None:
+    args = SimpleNamespace(operations=["all-reduce"], min=1024, max=MIB - 2)
+    tune.check_options(args, CONFIG)  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match=r"measured where they are quantized, from 1M on"):
+        tune.check_options(args, CONFIG.replace(wire="fp8"))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(("data_type", "share"), [("bf16", 1 - 1.03125 / 2), ("fp32", 1 - 1.03125 / 4)])
+def test_bytes_saved(data_type: str, share: float) -> None:
+    config = CONFIG.replace(wire="fp8")
+    problem = Problem(ALL_REDUCE, MIB, 0, data_type, 4)
+    layout = selection.lay_out(problem, TABLE, config, limits_of(config))
+    assert layout.saved_share == pytest.approx(1.5 * share)
+    assert selection.lay_out(problem, TABLE, CONFIG, limits_of(config)).saved_share == 0.0
+
+
+def test_saved_bytes_are_counted_for_each_type() -> None:
+    statistics = StatisticsCollector()
+    for share, calls in ((0.75, 2), (0.5, 1), (0.0, 4)):
+        counter = statistics.counter(ALL_REDUCE, 1024, "two_shot_fp8", "HB", share)
+        for _ in range(calls):
+            counter.add()
+    assert statistics.calls() == (Calls(ALL_REDUCE, "two_shot_fp8", "HB", 1024, 7, 7168, 0, 0),)
+    assert statistics.bytes_saved() == 2 * 768 + 512
+
+
+# ---- Engines -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({}, ""),
+        ({"wire": "fp8"}, "; all-reduces from 1 MiB are quantized (fp8): lossy"),
+        ({"wire": "int8", "wire_min_bytes": 64 << 10}, "; all-reduces from 64 KiB are quantized (int8): lossy"),
+        ({"wire": "int8", "wire_min_bytes": 0}, "; all-reduces are quantized (int8): lossy"),
+        ({"wire": "int8", "algorithm": "two_shot_int8"}, "; all-reduces are quantized (int8): lossy"),
+        ({"wire": "int8", "algorithm": "two_shot"}, ""),
+        ({"algorithm": "two_shot_int8"}, ""),
+    ],
+)
+def test_the_start_line_says_that_sums_are_lossy(options: dict[str, object], words: str) -> None:
+    assert descriptions.describe_wire(Config.load({}, **options)) == words
+
+
+def test_a_batch_invariant_mode_is_an_error() -> None:
+    log = logging.getLogger("an engine")
+    config = EngineOptions.load({"LLM_COMM_WIRE": "fp8"})
+    assert engine_config.for_batch_invariance(config, "MODE", False, log) is config
+    with pytest.raises(ConfigError, match=r"option wire is 'fp8' \(LLM_COMM_WIRE\), and MODE is on: quantized sums of"):
+        engine_config.for_batch_invariance(config, "MODE", True, log)
