@@ -97,8 +97,8 @@ def repeat() -> None:
             assert_is_sum(comm.all_reduce(small[comm.rank]), small, f"{seed}")
         stats = comm.stats()
         by_name = {calls.algorithm: calls for calls in stats.calls}
-        sent = by_name["two_shot_int8"].bytes
-        assert by_name["two_shot_int8"].calls == 20
+        sent = by_name["two_shot_int8_hb"].bytes
+        assert by_name["two_shot_int8_hb"].calls == 20
         assert sent == 20 * 2 * SMALLEST
         assert stats.bytes_saved == round(sent * 2 * (WORLD - 1) / WORLD * (1 - 1.03125 / 2))
         assert stats.as_dict()["bytes_saved"] == stats.bytes_saved
@@ -126,7 +126,7 @@ def test_ranks_must_agree(ranks: RankPool) -> None:
 def by_table() -> tuple[int, str]:
     with make_communicator(wire="fp8", wire_min_bytes=SMALLEST) as comm:
         comm.use_table(
-            comm.table.with_rows(Row(1 << 30, ALL_REDUCE, "two_shot_fp8", "HB", blocks=2, tile_lines=32, depth=3))
+            comm.table.with_rows(Row(1 << 30, ALL_REDUCE, "two_shot_fp8_hb", "HB", blocks=2, tile_lines=32, depth=3))
         )
         inputs = [drawn(rank, SMALLEST, BF16) for rank in range(WORLD)]
         assert_quantized_sum(comm.all_reduce(inputs[comm.rank]), inputs, "fp8")
@@ -180,7 +180,7 @@ def compile_sums() -> None:
             if rows < limit:
                 assert_is_sum(total, doubled, f"{rows} rows")
         assert comm.stats().by_operation()["all_reduce"].calls == 6
-        assert {calls.algorithm for calls in comm.stats().calls} >= {"two_shot_fp8"}
+        assert {calls.algorithm for calls in comm.stats().calls} >= {"two_shot_fp8_hb"}
 
 
 def test_compiled_graphs_have_the_sums_of_eager_calls(ranks: RankPool) -> None:

@@ -24,7 +24,7 @@ from llm_comm.planning.tables import ALL_GATHER, ALL_REDUCE, FUSED, Row, TuningT
 from llm_comm.runtime.statistics import Calls, StatisticsCollector
 
 CONFIG = Config.load({})
-ALGORITHMS = {"fp8": "two_shot_fp8", "int8": "two_shot_int8"}
+ALGORITHMS = {"fp8": "two_shot_fp8_hb", "int8": "two_shot_int8_hb"}
 EXACT = plain_row(64 * MIB, "two_shot", 4, 16, 1)
 ROWS = tuple(
     Row(up_to, ALL_REDUCE, algorithm, "HB", blocks=blocks, tile_lines=tile_lines, depth=2)
@@ -110,10 +110,10 @@ def test_a_forced_algorithm_decides_at_every_size(wire: str) -> None:
 
 @pytest.mark.parametrize("wire", ["none", "int8"])
 def test_a_forced_algorithm_of_another_wire(wire: str) -> None:
-    plan = plan_of(4 * MIB, algorithm="two_shot_fp8", wire=wire)
+    plan = plan_of(4 * MIB, algorithm="two_shot_fp8_hb", wire=wire)
     assert plan.algorithm == "two_shot"
-    assert plan.reason.endswith(f"; algorithm two_shot_fp8 cannot be used: option wire is '{wire}' (Python)")
-    assert plan_of(4 * MIB, algorithm="two_shot_fp8").reason.endswith("cannot be used: option wire is 'none' (default)")
+    assert plan.reason.endswith(f"; algorithm two_shot_fp8_hb cannot be used: option wire is '{wire}' (Python)")
+    assert plan_of(4 * MIB, algorithm="two_shot_fp8_hb").reason.endswith("cannot be used: option wire is 'none' (default)")
 
 
 @WIRES
@@ -190,7 +190,7 @@ def test_tune_measures_quantized_messages_if_asked() -> None:
     assert subject.key == of_wire(ALL_REDUCE, "fp8")
     assert list(subject.sizes(512 << 10, 4 * MIB)) == [n << 19 for n in (2, 3, 4, 6, 8)]
     problem = subject.problem(4 * MIB, 4)
-    assert {row.algorithm for row in candidates(problem, limits, wire=subject.wire)} == {"two_shot_fp8"}
+    assert {row.algorithm for row in candidates(problem, limits, wire=subject.wire)} == {"two_shot_fp8_hb"}
     for exact in subjects_of(["all-reduce"], 8192, 8 * MIB, 4, config=CONFIG):
         found = {row.algorithm for row in candidates(problem, limits, exact.is_symmetric, wire=exact.wire)}
         assert found
@@ -216,10 +216,10 @@ def test_bytes_saved(data_type: str, share: float) -> None:
 def test_saved_bytes_are_counted_for_each_type() -> None:
     statistics = StatisticsCollector()
     for share, calls in ((0.75, 2), (0.5, 1), (0.0, 4)):
-        counter = statistics.counter(ALL_REDUCE, 1024, "two_shot_fp8", "HB", share)
+        counter = statistics.counter(ALL_REDUCE, 1024, "two_shot_fp8_hb", "HB", share)
         for _ in range(calls):
             counter.add()
-    assert statistics.calls() == (Calls(ALL_REDUCE, "two_shot_fp8", "HB", 1024, 7, 7168, 0, 0),)
+    assert statistics.calls() == (Calls(ALL_REDUCE, "two_shot_fp8_hb", "HB", 1024, 7, 7168, 0, 0),)
     assert statistics.bytes_saved() == 2 * 768 + 512
 
 
@@ -233,9 +233,9 @@ def test_saved_bytes_are_counted_for_each_type() -> None:
         ({"wire": "fp8"}, "; all-reduces from 1 MiB are quantized (fp8): lossy"),
         ({"wire": "int8", "wire_min_bytes": 64 << 10}, "; all-reduces from 64 KiB are quantized (int8): lossy"),
         ({"wire": "int8", "wire_min_bytes": 0}, "; all-reduces are quantized (int8): lossy"),
-        ({"wire": "int8", "algorithm": "two_shot_int8"}, "; all-reduces are quantized (int8): lossy"),
+        ({"wire": "int8", "algorithm": "two_shot_int8_hb"}, "; all-reduces are quantized (int8): lossy"),
         ({"wire": "int8", "algorithm": "two_shot"}, ""),
-        ({"algorithm": "two_shot_int8"}, ""),
+        ({"algorithm": "two_shot_int8_hb"}, ""),
     ],
 )
 def test_the_start_line_says_that_sums_are_lossy(options: dict[str, object], words: str) -> None:

@@ -629,7 +629,7 @@ def batches_that_are_too_large_to_be_fused_are_quantized() -> None:
             compiled(data((rows, HIDDEN)))
             assert len(vllm.fused_calls) == fused
             new = [calls for calls in communicator.stats().calls if calls not in before]
-            assert [calls.algorithm for calls in new].count("two_shot_int8") == quantized, new
+            assert [calls.algorithm for calls in new].count("two_shot_int8_hb") == quantized, new
 
 
 @scenario()

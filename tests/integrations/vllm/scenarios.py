@@ -414,7 +414,7 @@ def large_sums_are_quantized_if_asked_for() -> None:
         for rows in (15, 16):
             x = torch.randn(rows, 2048, generator=torch.Generator().manual_seed(dist.get_rank())).to(torch.bfloat16)
             total = tensor_model_parallel_all_reduce(x)
-            assert (communicator.plan(x).algorithm == "two_shot_int8") == (rows == 16)
+            assert (communicator.plan(x).algorithm == "two_shot_int8_hb") == (rows == 16)
             exact = x.clone()
             dist.all_reduce(exact)
             assert (total.float() - exact.float()).abs().max() < 0.2
