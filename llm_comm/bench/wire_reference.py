@@ -20,8 +20,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-#: Slices are multiples of this number of elements; blocks divide it.
-SLICE_UNIT = 128
+#: Elements that share a scale in the kernels (``kQuantizedBlock`` of ``csrc/algorithms/quantized.cuh``).
+KERNEL_BLOCK = 64
 #: Smallest scale: the smallest normal fp32, so that its inverse is finite.
 SMALLEST_SCALE = 2.0**-126
 
@@ -121,9 +121,9 @@ def dequantize(quantized: Quantized, wire: str, block: int) -> Tensor:
     return values.flatten()[:count]
 
 
-def slice_elements(count: int, world: int) -> int:
-    """Return the elements of a slice. The last slices of a message may be shorter, or empty."""
-    return -(-count // (world * SLICE_UNIT)) * SLICE_UNIT
+def slice_elements(count: int, world: int, block: int) -> int:
+    """Return the elements of a slice, whole blocks. The last slices of a message may be shorter, or empty."""
+    return -(-count // (world * block)) * block
 
 
 def quantized_sum(contributions: Sequence[Tensor] | Tensor, wire: str, block: int) -> Tensor:
@@ -132,12 +132,10 @@ def quantized_sum(contributions: Sequence[Tensor] | Tensor, wire: str, block: in
     Args:
         contributions: Flat or shaped tensors of the ranks in rank order, of one dtype: bf16, fp16 or fp32.
         wire: Name of the format: ``e4m3``, ``e5m2`` or ``int8``.
-        block: Elements that share a scale. A divisor of ``SLICE_UNIT``.
+        block: Elements that share a scale.
     """
-    if SLICE_UNIT % block:
-        raise ValueError(f"block must divide {SLICE_UNIT}, not {block}")
     world, count = len(contributions), contributions[0].numel()
-    owner = torch.arange(count, device=contributions[0].device) // max(slice_elements(count, world), 1)
+    owner = torch.arange(count, device=contributions[0].device) // max(slice_elements(count, world, block), 1)
 
     def addend(rank: int) -> Tensor:
         own = contributions[rank].flatten().float()
@@ -149,7 +147,7 @@ def quantized_sum(contributions: Sequence[Tensor] | Tensor, wire: str, block: in
     return total
 
 
-def quantized_all_reduce(contributions: Sequence[Tensor] | Tensor, wire: str, block: int) -> Tensor:
+def quantized_all_reduce(contributions: Sequence[Tensor] | Tensor, wire: str, block: int = KERNEL_BLOCK) -> Tensor:
     """Return what every rank returns, in shape and dtype of a contribution. See ``quantized_sum`` for arguments."""
     total = quantized_sum(contributions, wire, block)
     result = dequantize(quantize(total, wire, block), wire, block)

@@ -22,10 +22,8 @@ _LINE_BYTES = 16
 # Smallest chunk in 16-byte lines of an operation with few blocks. The core takes fewer if staging memory is short.
 _FEWEST_LINES = 128
 _LINES_OF_FEW_BLOCKS = 4096
-# Tuning parameters of a quantized message without a row or candidate. They fit into the smallest workspace.
-_SMALL_QUANTIZED = _core.TuningParameters(blocks=8, tile_lines=256, depth=2)
-#: Bytes that a quantized element takes on the wire: 8 bits and its share of the fp32 scale of 128 elements.
-QUANTIZED_BYTES = 1 + 4 / 128
+#: Bytes that a quantized element takes on the wire: 8 bits and its share of the fp32 scale of 64 elements.
+QUANTIZED_BYTES = 1 + 4 / 64
 
 
 class Layout(NamedTuple):
@@ -263,10 +261,7 @@ def _choose(
     for algorithm in algorithms:
         if algorithm.needs_row and config.algorithm != algorithm.name and not wire:
             continue
-        candidates = _core.candidates(algorithm.number, for_core, limits)
-        if wire and not candidates:  # a small message or workspace: the core lists no HB there
-            candidates = [_SMALL_QUANTIZED]
-        for tuning in candidates:
+        for tuning in _core.candidates(algorithm.number, for_core, limits):
             reason = f"{table.name} has no row for {problem.operation}: the first candidate{remark}"
             return _Chosen(algorithm, tuning, reason)
     # the core lists no candidates at sizes where other algorithms are better

@@ -38,7 +38,7 @@ class AllReduceCall final : public Call {
       continued_ = before;
     } else {
       const uint32_t per_line = static_cast<uint32_t>(sizeof(Line)) / element_bytes(type);
-      const uint32_t most_lines = is_quantized() ? (ranks + 1) * kQuantizedBlock / per_line + 1
+      const uint32_t most_lines = is_quantized() ? ranks * kQuantizedChunkLines * (ranks > 4 ? 2 : 4)
                                   : shares_out() ? 2 * ranks + 2
                                                  : (ranks > 4 ? 5 : 9);
       const uint32_t lines = random.chance(96) ? 1 : random.between(1, most_lines);
@@ -98,7 +98,7 @@ class AllReduceCall final : public Call {
     return shares;
   }
 
-  // Whether ranks exchange quantized values. Such an algorithm is given a message of a few blocks for every rank.
+  // Whether ranks exchange quantized values. Such an algorithm is given a message of a few chunks for every rank.
   bool is_quantized() const { return *info_of(algorithm_).info->wire != 0; }
 
   const Tensor& input(uint32_t rank) const { return continued_ != nullptr ? continued_->output(rank) : inputs_[rank]; }

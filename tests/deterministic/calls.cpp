@@ -33,7 +33,7 @@ std::unique_ptr<Call> draw_call_of(const Subject& subject, uint32_t ranks, Rando
   const DataType type = subject.type;
   std::unique_ptr<Call> call;
   Registry::at(algorithm, [&]<class A>() {
-    if constexpr (std::is_same_v<typename A::Operation, AllReduce>) {
+    if constexpr (std::is_base_of_v<AllReduce, typename A::Operation> && A::kInfo.symmetric == 0) {
       const auto* const sums = dynamic_cast<const AllReduceCall*>(before);
       call = std::make_unique<AllReduceCall>(algorithm, type, ranks, random, sums);
     } else if constexpr (std::is_same_v<typename A::Operation, AllReduceAddRmsNorm>) {

@@ -35,8 +35,6 @@ from verdicts import Guarded, Verdicts, Where, weights_of
 from llm_comm import Communicator, Config
 from llm_comm.bench.wire_reference import quantized_all_reduce
 
-#: kQuantizedBlock of csrc/algorithms/quantized.cuh.
-QUANTIZED_BLOCK = 128
 SETTLE_EVERY = 50
 MOST_FAILURES = 10
 # Grids and tiles that nobody would choose, so that blocks walk over many tiles with work in flight.
@@ -195,7 +193,7 @@ class Runner:
 def expected_sum(rows: torch.Tensor, call: Call) -> torch.Tensor:
     """Return the result of a call whose ranks contribute ``rows``: [world, count]."""
     wire = QUANTIZED.get(call.communicator)
-    return rank_order_sum(rows) if wire is None else quantized_all_reduce(rows, wire, QUANTIZED_BLOCK)
+    return rank_order_sum(rows) if wire is None else quantized_all_reduce(rows, wire)
 
 
 @dataclass(frozen=True)
@@ -215,6 +213,8 @@ def open_communicators(ranks: Session, names: Sequence[str] = COMMUNICATORS) -> 
         def make(name: str) -> Communicator:
             config = Config.load(max_message_bytes=1 << 30)
             config = config.replace(table=str(table)) if name == "odd_table" else config.replace(algorithm=name)
+            if name in QUANTIZED:
+                config = config.replace(wire=name.split("_")[2])
             return Communicator(ranks.group, ranks.device, config)
 
         yield {name: stack.enter_context(make(name)) for name in names}

@@ -113,7 +113,9 @@ def test_a_forced_algorithm_of_another_wire(wire: str) -> None:
     plan = plan_of(4 * MIB, algorithm="two_shot_fp8_hb", wire=wire)
     assert plan.algorithm == "two_shot"
     assert plan.reason.endswith(f"; algorithm two_shot_fp8_hb cannot be used: option wire is '{wire}' (Python)")
-    assert plan_of(4 * MIB, algorithm="two_shot_fp8_hb").reason.endswith("cannot be used: option wire is 'none' (default)")
+    assert plan_of(4 * MIB, algorithm="two_shot_fp8_hb").reason.endswith(
+        "cannot be used: option wire is 'none' (default)"
+    )
 
 
 @WIRES
@@ -204,7 +206,7 @@ def test_tune_says_that_no_message_is_quantized() -> None:
         tune.check_options(args, CONFIG.replace(wire="fp8"))  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize(("data_type", "share"), [("bf16", 1 - 1.03125 / 2), ("fp32", 1 - 1.03125 / 4)])
+@pytest.mark.parametrize(("data_type", "share"), [("bf16", 1 - 1.0625 / 2), ("fp32", 1 - 1.0625 / 4)])
 def test_bytes_saved(data_type: str, share: float) -> None:
     config = CONFIG.replace(wire="fp8")
     problem = Problem(ALL_REDUCE, MIB, 0, data_type, 4)
