@@ -36,7 +36,9 @@ class Tolerance:
 
 #: bf16 rounds by up to 2^-9, and hundreds of sums, each rounded in another order, precede the logits.
 PLAIN = Tolerance(0.04)
-#: Models in fp8, where a difference in the last bit becomes a step of up to 12 %.
+#: Models in fp8, where a difference in the last bit becomes a step of up to 12 %. Also option ``wire`` of llm_comm,
+#: which moves the logits of a small model by 0.06 to 0.08, where bf16's rounding moves them by 0.02
+#: (docs/experiments/wire.md).
 QUANTIZED = Tolerance(0.15)
 #: Models with experts. A difference in the last bit can make a router choose others, which moves single prompts by 0.2
 #: to 0.4.
@@ -61,16 +63,21 @@ def distance(a: Sequence[float], b: Sequence[float]) -> float:
     return float(np.linalg.norm(x - y) / np.linalg.norm(y))
 
 
-def tolerance(config: Mapping[str, Any]) -> Tolerance:
-    """Return the tolerance for a model, by its config.json."""
+def tolerance(config: Mapping[str, Any], wire: str = "none") -> Tolerance:
+    """Return the tolerance for a model, by its config.json and llm_comm's option ``wire``."""
     if any(config.get(name) for name in ("num_experts", "num_local_experts", "n_routed_experts")):
         return EXPERTS
-    return QUANTIZED if "quantization_config" in config else PLAIN
+    return QUANTIZED if "quantization_config" in config or wire != "none" else PLAIN
 
 
-def most_layers(config: Mapping[str, Any]) -> int | None:
+def wire(environment: Mapping[str, str]) -> str:
+    """Return option ``wire`` of the arms with llm_comm."""
+    return environment.get("LLM_COMM_WIRE") or "none"
+
+
+def most_layers(config: Mapping[str, Any], wire: str = "none") -> int | None:
     """Return the largest number of layers for which the model's tolerance holds; None if any."""
-    return None if tolerance(config) == PLAIN else AMPLIFYING_LAYERS
+    return None if tolerance(config, wire) == PLAIN else AMPLIFYING_LAYERS
 
 
 def summarize(runs: Sequence[Run], tolerance: Tolerance = PLAIN) -> dict[str, Any]:

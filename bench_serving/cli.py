@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import importlib.util
 import json
+import os
 import shlex
 import sys
 import tempfile
@@ -245,11 +246,12 @@ def _check_model(settings: Settings, name: str) -> None:
             f"--mode bench-latency draws token ids below {_IDS_OF_BENCH_LATENCY}, and the vocabulary of {name} has "
             f"{config['vocab_size']}"
         )
-    layers, most = settings.layers or config.get("num_hidden_layers", 0), checks.most_layers(config)
+    most = checks.most_layers(config, checks.wire(os.environ))
+    layers = settings.layers or config.get("num_hidden_layers", 0)
     if settings.check and most is not None and layers > most:
         raise SystemExit(
-            f"--check of {name}, in fp8 or with experts: over {layers} layers rounding alone moves its logits too far "
-            f"to judge sums by them; cut it with --layers {most}"
+            f"--check of {name}, in fp8, with experts or with LLM_COMM_WIRE: over {layers} layers rounding alone moves "
+            f"its logits too far to judge sums by them; cut it with --layers {most}"
         )
 
 

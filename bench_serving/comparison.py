@@ -91,7 +91,7 @@ class Comparison:
             "repeats": self.repeats,
             "arms": {name: ARMS[name].label for name in self.arms},
             **summary.summarize(runs),
-            "check": checks.summarize(runs, checks.tolerance(self.settings.config())),
+            "check": checks.summarize(runs, checks.tolerance(self.settings.config(), checks.wire(os.environ))),
             "invariance": invariance.summarize(runs),
             "runs": [
                 {

@@ -75,3 +75,6 @@ def test_the_tolerance_is_that_of_the_model(shape: str, tolerance: checks.Tolera
     config = json.loads((SHAPES / shape / "config.json").read_text())
     assert checks.tolerance(config) == tolerance
     assert (checks.most_layers(config) is None) == (tolerance == checks.PLAIN)
+    quantized = checks.QUANTIZED if tolerance == checks.PLAIN else tolerance
+    assert checks.tolerance(config, checks.wire({"LLM_COMM_WIRE": "fp8"})) == quantized
+    assert checks.most_layers(config, "int8") == checks.AMPLIFYING_LAYERS
