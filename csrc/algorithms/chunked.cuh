@@ -77,10 +77,16 @@ LLM_COMM_DEVICE void move_lines(const Team& team, uint32_t lines, Load load, Sto
   }
 }
 
+// Lines that a thread reduces at a time: their loads are in flight together.
+template <int World>
+inline constexpr uint32_t kReducedTogether = World <= 2   ? 4
+                                             : World <= 4 ? 2
+                                                          : 1;
+
 // Reduces a chunk of `lines` lines. load(rank, line) returns a rank's contribution.
 template <DataType D, int World, class Load, class Store>
 LLM_COMM_DEVICE void sum_chunk(const Team& team, uint32_t lines, Load load, Store store) {
-  constexpr uint32_t kBatch = World <= 2 ? 4 : World <= 4 ? 2 : 1;
+  constexpr uint32_t kBatch = kReducedTogether<World>;
   const uint32_t threads = team.threads;
   for (uint32_t i = team.thread; i < lines; i += kBatch * threads) {
     Line contribution[kBatch][World];

@@ -11,8 +11,8 @@
 // stores its scale negated. Its finite values take the codes up to Code::kLargestFinite; the largest code then is an
 // infinity, and Code::kNaN a NaN. So neither spoils the other values of its block.
 //
-// The 1 / kLargest that a scale takes is rounded down, so no value of a block is beyond its amax: a largest finite
-// value stays finite.
+// Code::kReciprocal is 1 / Code::kLargest rounded down, so no value is beyond the amax of its block: the largest finite
+// value of a type stays finite.
 #pragma once
 
 #include "llm_comm/fp8.cuh"
@@ -24,14 +24,14 @@ enum class Wire : uint32_t { kFP8, kInt8 };
 
 // Measured: 128 misses the bar on the largest error, 32 costs more bytes (docs/experiments/wire.md).
 inline constexpr uint32_t kQuantizedBlock = 64;
-inline constexpr float kSmallestQuantizedScale = 0x1p-126f;  // its reciprocal is finite
+inline constexpr float kSmallestQuantizedScale = 0x1p-126f;  // the smallest normal: its reciprocal is finite
 inline constexpr uint32_t kInfinityBits = 0x7F800000u;
 
 // The product, rounded: the compiler does not contract it with an addition.
 LLM_COMM_DEVICE float rounded_product(float a, float b) { return multiply_add(a, b, -0.0f); }
 
-// Codes of one format. four(x): the codes of four scaled values, the first in the lowest byte. value(c): that of the
-// code in the lowest byte of c.
+// Codes of one format. four(x): the codes of four scaled values, the first in the lowest byte. values(codes, x): the
+// four values back.
 template <Wire W>
 struct Code;
 
@@ -92,7 +92,7 @@ struct QuantizedLine {
   float scale;
 };
 
-// The values of a line. Functions that are called take and return them by value, in registers.
+// The values of a line. Functions take and return them by value: LLM_COMM_DEVICE_CALL then passes registers.
 template <uint32_t N>
 struct Values {
   float of[N];

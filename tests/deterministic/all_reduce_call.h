@@ -32,8 +32,9 @@ class AllReduceCall final : public Call {
  public:
   AllReduceCall(uint32_t algorithm, DataType type, uint32_t ranks, Random& random, const AllReduceCall* before)
       : algorithm_(algorithm), problem_{0, 0, type, ranks, {}} {
-    if (random.chance(64) && before != nullptr && !before->moves_on_ &&
-        !info_of(before->algorithm_).info->sums_in_switch) {
+    // Messages of quantized algorithms are too long for others.
+    const bool fits = before != nullptr && (is_quantized() || !before->is_quantized());
+    if (random.chance(64) && fits && !before->moves_on_ && !info_of(before->algorithm_).info->sums_in_switch) {
       problem_ = before->problem_;
       continued_ = before;
     } else {

@@ -53,7 +53,8 @@ def prepared(
         x, out = symmetric(core, 0, x), symmetric(core, 1 << 16, out)
     problem = problem_of(x, world, *((1e-5, 0) if is_fused else ()))
     depth = max(1, found.ranges["depth"].least) if "depth" in found.ranges else 0
-    tiling = tiling_of(rows if is_fused else rows * hidden, blocks=1, depth=depth)
+    tile_lines = max(8, found.ranges["tile_lines"].least) if "tile_lines" in found.ranges else 8
+    tiling = tiling_of(rows if is_fused else rows * hidden, blocks=1, tile_lines=tile_lines, depth=depth)
     run = core.prepare(found.number, problem, tiling)
 
     def call() -> bool:

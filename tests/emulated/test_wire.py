@@ -3,20 +3,22 @@
 from __future__ import annotations
 
 import logging
+import math
 
 import pytest
 import torch
 import torch.distributed as dist
 from harness import RankPool, error_of_setup, make_communicator, unnamed
-from reference import DTYPES, assert_bitwise_equal, assert_is_sum
+from reference import DTYPES, assert_bitwise_equal, assert_is_sum, rank_order_sum
 
 from llm_comm import Communicator
+from llm_comm.bench.wire_reference import KERNEL_BLOCK, quantized_all_reduce
 from llm_comm.planning.tables import ALL_REDUCE, Row
 
 WORLD = 3
 SMALLEST = 64 << 10
-#: Largest error of a quantized value, as a fraction of the largest value of its block.
-ERRORS = {"fp8": 1 / 16, "int8": 1 / 254}
+#: Name of the format in ``wire_reference``, by value of the option.
+FORMATS = {"fp8": "e4m3", "int8": "int8"}
 BF16 = torch.bfloat16
 HIDDEN = 512
 
@@ -27,17 +29,9 @@ def drawn(rank: int, count: int, dtype: torch.dtype, seed: int = 0) -> torch.Ten
 
 
 def assert_quantized_sum(found: torch.Tensor, inputs: list[torch.Tensor], wire: str) -> None:
-    """Check that all ranks have the same bits, that they are no exact sum, and that quantization explains the error."""
-    everyone = [torch.empty_like(found.view(torch.uint8)) for _ in range(WORLD)]
-    dist.all_gather(everyone, found.view(torch.uint8))
-    for of_rank in everyone[1:]:
-        assert torch.equal(of_rank, everyone[0])
-    exact = torch.stack([x.double() for x in inputs]).sum(0)
-    errors = (found.double() - exact).abs()
-    # WORLD - 1 contributions of up to 1 and a sum of up to WORLD are quantized, and the sum is rounded to its type.
-    bound = ERRORS[wire] * (2 * WORLD - 1) + torch.finfo(found.dtype).eps * WORLD
-    assert 1e-4 < errors.max() < bound
-    assert errors.mean() < bound / 3
+    """Check the bits, which are the same on all ranks, and that they are no exact sum."""
+    assert_bitwise_equal(found, quantized_all_reduce(inputs, FORMATS[wire]), wire)
+    assert not torch.equal(found, rank_order_sum(inputs))
 
 
 def check_sums(comm: Communicator, wire: str) -> None:
@@ -81,9 +75,54 @@ def run(wire: str) -> None:
         check_others(comm)
 
 
-@pytest.mark.parametrize("wire", ERRORS)
+@pytest.mark.parametrize("wire", FORMATS)
 def test_large_sums_are_quantized(ranks: RankPool, wire: str) -> None:
     ranks.run(WORLD, run, wire)
+
+
+def special(rank: int, count: int, dtype: torch.dtype) -> torch.Tensor:
+    """Blocks of kinds in turn: zeros of both signs, denormals, equal values, an outlier, an infinity, NaNs, infinities
+    whose sum is none, and the largest value."""
+    largest, smallest = torch.finfo(dtype).max, torch.finfo(dtype).smallest_normal
+    blocks = list(drawn(rank, count, torch.float32).to(dtype).split(KERNEL_BLOCK))
+    for i, block in enumerate(blocks):
+        kind, place = i % 9, i % len(block)
+        if kind == 0:
+            block.zero_()[::2] = -0.0
+        elif kind == 1:
+            block.copy_(block.float() * smallest / 4)
+        elif kind == 2:
+            block.fill_(0.3)
+        elif kind == 3:
+            block[place] = 1e4
+        elif kind == 4:
+            block[place] = math.inf if rank else 1.0
+        elif kind == 5:
+            block[place], block[-1] = math.nan, -math.inf
+        elif kind == 6:
+            block[place] = -math.inf if rank else math.inf
+        elif kind == 7:
+            block[place] = largest if rank == 0 else 0.0
+    return torch.cat(blocks)
+
+
+def check_special(wire: str) -> None:
+    world = dist.get_world_size()
+    with make_communicator(wire=wire, wire_min_bytes=0) as comm:
+        for dtype in DTYPES:
+            for count in (9 * KERNEL_BLOCK * world, 5000, KERNEL_BLOCK + 1, 1):
+                inputs = [special(rank, count, dtype) for rank in range(world)]
+                expected = quantized_all_reduce(inputs, FORMATS[wire])
+                found = comm.all_reduce(inputs[comm.rank])
+                what = f"{count} {dtype}, {wire}"
+                assert torch.equal(found.isnan(), expected.isnan()), what
+                assert_bitwise_equal(found[~found.isnan()], expected[~expected.isnan()], what)
+
+
+@pytest.mark.parametrize("world", [2, 3, 5, 8])
+def test_special_values(ranks: RankPool, world: int) -> None:
+    for wire in FORMATS:
+        ranks.run(world, check_special, wire)
 
 
 def repeat() -> None:

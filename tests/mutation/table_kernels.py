@@ -24,6 +24,8 @@ LAYER_COST = "csrc/algorithms/linear/cost.h"
 EMULATED_TILES = "csrc/include/llm_comm/platform_emulator_tiles.h"
 EPILOGUE = "csrc/algorithms/linear/epilogue.cuh"
 SCALES = "csrc/algorithms/linear/scales.cuh"
+QUANTIZED = "csrc/algorithms/quantized.cuh"
+TWO_SHOT_QUANTIZED = "csrc/algorithms/all_reduce/two_shot_quantized_hb.cuh"
 
 DIRECT = "csrc/algorithms/direct.cuh"
 TWO_SHOT_CE = "csrc/algorithms/all_reduce/two_shot_ce.cuh"
@@ -45,8 +47,53 @@ LINEAR_FP8 = "tests/emulated/test_linear_fp8.py"
 LINEAR_BLOCKS = "tests/emulated/test_linear_blocks.py"
 LINEAR_BIAS = "tests/emulated/test_linear_bias.py"
 MANY_TOKENS = "tests/emulated/test_linear.py"
+WIRE = "tests/emulated/test_wire.py"
 
 KERNELS = (
+    # ---- Quantized values ----
+    cpp(
+        "an infinity spoils the values of its block",
+        QUANTIZED,
+        "is_finite(x.of[i]) ? x.of[i] : 0.0f;",
+        "WITHOUT || is_finite(x.of[i]) ? x.of[i] : 0.0f;",
+        WIRE,
+    ),
+    cpp(
+        "the finite values beside an infinity take its code",
+        QUANTIZED,
+        "escapes ? Code<W>::kReciprocalOfFinite : Code<W>::kReciprocal);",
+        "escapes && !WITHOUT ? Code<W>::kReciprocalOfFinite : Code<W>::kReciprocal);",
+        WIRE,
+    ),
+    cpp(
+        "a block of denormals has a scale of zero",
+        QUANTIZED,
+        "kSmallestQuantizedScale);",
+        "(WITHOUT ? 0.0f : kSmallestQuantizedScale));",
+        WIRE,
+    ),
+    cpp(
+        "the blocks of two warps share their scales",
+        TWO_SHOT_QUANTIZED,
+        "store_plain(scales(buffer) + k / kBlockLines, line.scale);",
+        "store_plain(scales(buffer) + (WITHOUT ? k % kWarpThreads : k) / kBlockLines, line.scale);",
+        WIRE,
+    ),
+    cpp(
+        "an owner keeps its sum unquantized",
+        TWO_SHOT_QUANTIZED,
+        "store(own, first, k, lines, quantized);",
+        "if (!WITHOUT) store(own, first, k, lines, quantized);\n"
+        "if (WITHOUT && k < lines) own.store(first + k, LineElements<D>::round(sum));",
+        WIRE,
+    ),
+    cpp(
+        "slices end within blocks",
+        TWO_SHOT_QUANTIZED,
+        "return (blocks + world - 1) / world * lines_of_block;",
+        "return WITHOUT ? (lines + world - 1) / world : (blocks + world - 1) / world * lines_of_block;",
+        WIRE,
+    ),
     # ---- The norm ----
     cpp(
         "norm rounded before the weight too",

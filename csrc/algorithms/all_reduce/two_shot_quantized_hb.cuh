@@ -30,13 +30,13 @@ LLM_COMM_HOST_DEVICE constexpr uint64_t lines_of_quantized_slice(uint64_t lines,
 
 // Chunks are multiples of this: the lanes of whole warps, and whole blocks of any type.
 inline constexpr uint32_t kQuantizedChunkLines = kWarpThreads;
-// Lines of the buffer of a chunk of `lines` lines: half of them for codes of one byte, of 16 bits at least before, and
-// a line for the scales of every kQuantizedChunkLines.
+// Lines of the buffer of a chunk of `lines` lines: half of them for codes, of one byte in place of two or four, and one
+// for the scales of each kQuantizedChunkLines.
 LLM_COMM_HOST_DEVICE constexpr uint32_t lines_of_quantized_chunk(uint32_t lines) {
   return lines / kQuantizedChunkLines * (kQuantizedChunkLines / 2 + 1);
 }
 
-// What the teams of a block do with chunk t of a slice.
+// Jobs of the teams of a block: what each does with chunk t of a slice.
 template <DataType D, int World, Wire W>
 class QuantizedSteps {
  public:
@@ -70,9 +70,7 @@ class QuantizedSteps {
       Line own;
       QuantizedLine<kPerLine> of[World];
     };
-    for_each_of_warp<(World <= 2   ? 4
-                      : World <= 4 ? 2
-                                   : 1)>(
+    for_each_of_warp<kReducedTogether<World>>(
         team, lines,
         [&](uint32_t k) {
           Contributions all;
@@ -119,8 +117,8 @@ class QuantizedSteps {
   static constexpr uint32_t kBlockLines = kQuantizedBlock / kPerLine;
   using Codes = typename QuantizedLine<kPerLine>::Codes;
 
-  // Loads and processes `lines` lines. The lanes of a warp take neighbouring lines, and all of them take part to the
-  // end: lines past the last one are loaded and processed too. A thread has `Batch` loads in flight.
+  // Loads and processes `lines` lines, rounded up to whole warps, since all lanes of a warp call quantize(). The lanes
+  // have neighbouring lines. A thread has `Batch` loads in flight.
   template <uint32_t Batch, class Load, class Process>
   static LLM_COMM_DEVICE void for_each_of_warp(const Team& team, uint32_t lines, Load load, Process process) {
     const uint32_t padded = (lines + kWarpThreads - 1) / kWarpThreads * kWarpThreads;
