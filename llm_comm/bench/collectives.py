@@ -209,7 +209,6 @@ def _collective(operation: str, judge: Callable[[Communicator, torch.dtype, int]
     )
 
 
-#: Collectives by the name of the command.
 def _judge_of_all_reduce(comm: Communicator, dtype: torch.dtype, count: int) -> Reference:
     data_type = next(name for name, torch_type in TORCH_TYPES.items() if torch_type == dtype)
     problem = Problem(ALL_REDUCE, count, 0, data_type, comm.world_size)
@@ -217,6 +216,7 @@ def _judge_of_all_reduce(comm: Communicator, dtype: torch.dtype, count: int) -> 
     return Reference(count, comm.world_size, dtype, comm.device, wire)
 
 
+#: Collectives by the name of the command.
 COLLECTIVES = {
     collective.title: collective
     for collective in (

@@ -7,12 +7,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from llm_comm.bench.wire_reference import FORMAT_OF_WIRE, quantized_all_reduce
+
 #: Epsilon of norms.
 EPS = 1e-5
-
-#: Largest rounding error of a quantized value, as a fraction of the largest one of its block, by option ``wire``.
-_QUANTIZATION = {"": 0.0, "fp8": 1 / 16, "int8": 1 / 254}
-_LARGEST_ADDEND = 2.0
 
 #: Normed rows and new residual.
 Outputs = tuple[Tensor, Tensor]
@@ -32,13 +30,12 @@ class Reference:
         count: Number of elements.
         world: Number of ranks.
         dtype, device: Dtype and device of the inputs. Sums are computed on the device as well.
-        wire: Type to which llm_comm quantizes the message; "": none.
+        wire: Value of option ``wire`` that quantizes llm_comm's all-reduce, which is then compared bitwise; "": none.
     """
 
     def __init__(self, count: int, world: int, dtype: torch.dtype, device: torch.device, wire: str = "") -> None:
         self._count, self._world, self._dtype, self._device = count, world, dtype, device
-        # Every addend and the sum are rounded once more.
-        self._quantization = _QUANTIZATION[wire] * 2 * world * _LARGEST_ADDEND
+        self._wire = wire
         self._expected: dict[int, tuple[Tensor, Tensor]] = {}
 
     def addend(self, rank: int, salt: int) -> Tensor:
@@ -57,11 +54,14 @@ class Reference:
             rounds_once: Allow float32 accumulation and one rounding. Otherwise allow a rounding for every addend.
             first: Index of the sum's element with which ``actual`` begins.
         """
+        if rounds_once and self._wire:
+            addends = [self.addend(rank, salt) for rank in range(self._world)]
+            expected = quantized_all_reduce(addends, FORMAT_OF_WIRE[self._wire])[first : first + actual.numel()]
+            return worst(actual.double() - expected.double(), torch.zeros_like(expected))
         total, magnitude = (sums[first : first + actual.numel()] for sums in self.sums(salt))
         epsilon = torch.finfo(self._dtype).eps
         if rounds_once:
             allowed = total.abs() * (epsilon / 2) + magnitude * (self._world * torch.finfo(torch.float32).eps)
-            allowed += self._quantization
         else:
             allowed = magnitude * (self._world * epsilon)
         return worst(actual.double() - total, allowed)

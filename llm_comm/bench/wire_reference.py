@@ -48,6 +48,8 @@ FORMATS = {
     "e5m2": WireFormat("e5m2", torch.float8_e5m2, 57344.0, 49152.0),
     "int8": WireFormat("int8", torch.int8, 127.0, 126.0),
 }
+#: Name of the format, by value of option ``wire``.
+FORMAT_OF_WIRE = {"fp8": "e4m3", "int8": "int8"}
 #: int8 code of NaN. The other formats use their own NaN.
 INT8_NAN = -128
 

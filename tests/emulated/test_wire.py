@@ -12,13 +12,11 @@ from harness import RankPool, error_of_setup, make_communicator, unnamed
 from reference import DTYPES, assert_bitwise_equal, assert_is_sum, rank_order_sum
 
 from llm_comm import Communicator
-from llm_comm.bench.wire_reference import KERNEL_BLOCK, quantized_all_reduce
+from llm_comm.bench.wire_reference import FORMAT_OF_WIRE, KERNEL_BLOCK, quantized_all_reduce
 from llm_comm.planning.tables import ALL_REDUCE, Row
 
 WORLD = 3
 SMALLEST = 64 << 10
-#: Name of the format in ``wire_reference``, by value of the option.
-FORMATS = {"fp8": "e4m3", "int8": "int8"}
 BF16 = torch.bfloat16
 HIDDEN = 512
 
@@ -30,7 +28,7 @@ def drawn(rank: int, count: int, dtype: torch.dtype, seed: int = 0) -> torch.Ten
 
 def assert_quantized_sum(found: torch.Tensor, inputs: list[torch.Tensor], wire: str) -> None:
     """Check the bits, which are the same on all ranks, and that they are no exact sum."""
-    assert_bitwise_equal(found, quantized_all_reduce(inputs, FORMATS[wire]), wire)
+    assert_bitwise_equal(found, quantized_all_reduce(inputs, FORMAT_OF_WIRE[wire]), wire)
     assert not torch.equal(found, rank_order_sum(inputs))
 
 
@@ -75,7 +73,7 @@ def run(wire: str) -> None:
         check_others(comm)
 
 
-@pytest.mark.parametrize("wire", FORMATS)
+@pytest.mark.parametrize("wire", FORMAT_OF_WIRE)
 def test_large_sums_are_quantized(ranks: RankPool, wire: str) -> None:
     ranks.run(WORLD, run, wire)
 
@@ -112,7 +110,7 @@ def check_special(wire: str) -> None:
         for dtype in DTYPES:
             for count in (9 * KERNEL_BLOCK * world, 5000, KERNEL_BLOCK + 1, 1):
                 inputs = [special(rank, count, dtype) for rank in range(world)]
-                expected = quantized_all_reduce(inputs, FORMATS[wire])
+                expected = quantized_all_reduce(inputs, FORMAT_OF_WIRE[wire])
                 found = comm.all_reduce(inputs[comm.rank])
                 what = f"{count} {dtype}, {wire}"
                 assert torch.equal(found.isnan(), expected.isnan()), what
@@ -121,7 +119,7 @@ def check_special(wire: str) -> None:
 
 @pytest.mark.parametrize("world", [2, 3, 5, 8])
 def test_special_values(ranks: RankPool, world: int) -> None:
-    for wire in FORMATS:
+    for wire in FORMAT_OF_WIRE:
         ranks.run(world, check_special, wire)
 
 

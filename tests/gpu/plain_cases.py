@@ -9,9 +9,11 @@ from dataclasses import dataclass
 import torch
 from values import DTYPES, Values, draw_values
 
+from llm_comm.bench.wire_reference import FORMAT_OF_WIRE
+
 LINE_BYTES = 16
-#: Communicators whose ranks exchange quantized values, with the format.
-QUANTIZED = {"two_shot_fp8_hb": "e4m3", "two_shot_int8_hb": "int8"}
+#: Communicators whose ranks exchange quantized values, with option ``wire``.
+QUANTIZED = {f"two_shot_{wire}_hb": wire for wire in FORMAT_OF_WIRE}
 #: Of ``random_cases.open_communicators``.
 COMMUNICATORS = ("one_shot", "two_shot", "one_shot_hb", "two_shot_hb", "auto", "odd_table", *QUANTIZED)
 

@@ -33,7 +33,7 @@ from values import Inputs, beyond_bound, bits, describe, differs, rank_order_sum
 from verdicts import Guarded, Verdicts, Where, weights_of
 
 from llm_comm import Communicator, Config
-from llm_comm.bench.wire_reference import quantized_all_reduce
+from llm_comm.bench.wire_reference import FORMAT_OF_WIRE, quantized_all_reduce
 
 SETTLE_EVERY = 50
 MOST_FAILURES = 10
@@ -193,7 +193,7 @@ class Runner:
 def expected_sum(rows: torch.Tensor, call: Call) -> torch.Tensor:
     """Return the result of a call whose ranks contribute ``rows``: [world, count]."""
     wire = QUANTIZED.get(call.communicator)
-    return rank_order_sum(rows) if wire is None else quantized_all_reduce(rows, wire)
+    return rank_order_sum(rows) if wire is None else quantized_all_reduce(rows, FORMAT_OF_WIRE[wire])
 
 
 @dataclass(frozen=True)
@@ -214,7 +214,7 @@ def open_communicators(ranks: Session, names: Sequence[str] = COMMUNICATORS) -> 
             config = Config.load(max_message_bytes=1 << 30)
             config = config.replace(table=str(table)) if name == "odd_table" else config.replace(algorithm=name)
             if name in QUANTIZED:
-                config = config.replace(wire=name.split("_")[2])
+                config = config.replace(wire=QUANTIZED[name])
             return Communicator(ranks.group, ranks.device, config)
 
         yield {name: stack.enter_context(make(name)) for name in names}

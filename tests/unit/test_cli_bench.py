@@ -16,6 +16,7 @@ from llm_comm.bench import METHODS, collectives, comparison, report, timing
 from llm_comm.bench.reference import AllGatherReference, ReduceScatterReference, Reference
 from llm_comm.bench.report import Result, Row
 from llm_comm.bench.timing import Schedule
+from llm_comm.bench.wire_reference import FORMAT_OF_WIRE, quantized_all_reduce
 from llm_comm.errors import ConfigError
 
 CPU = torch.device("cpu")
@@ -57,6 +58,18 @@ def test_reference_finds_one_missing_addend(position: int, rounds_once: bool) ->
     total = rank_order_sum(reference, 4, torch.bfloat16)
     total[position] -= reference.addend(2, salt=1)[position]
     assert reference.error(total, salt=1, rounds_once=rounds_once) > 1.0
+
+
+@pytest.mark.parametrize("wire", FORMAT_OF_WIRE)
+def test_reference_compares_a_quantized_sum_bit_by_bit(wire: str) -> None:
+    reference = Reference(10_007, 4, torch.bfloat16, CPU, wire)
+    total = quantized_all_reduce([reference.addend(rank, salt=1) for rank in range(4)], FORMAT_OF_WIRE[wire])
+    assert reference.error(total, salt=1, rounds_once=True) == 0.0
+    assert reference.error(total[5_000:], salt=1, rounds_once=True, first=5_000) == 0.0
+    total.view(torch.int16)[5_000] ^= 1
+    assert reference.error(total, salt=1, rounds_once=True) > 1.0
+    # Other libraries add exactly.
+    assert reference.error(rank_order_sum(reference, 4, torch.bfloat16), salt=1, rounds_once=False) <= 1.0
 
 
 def test_reference_finds_stale_and_missing_results() -> None:

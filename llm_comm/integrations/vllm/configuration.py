@@ -176,7 +176,7 @@ def layers(world_size: int, config: EngineOptions) -> tuple[Layer, ...]:
     """Return the linear layers of the current model that llm_comm can compute on one rank, according to the model's
     config.json. The layers themselves need not exist yet.
 
-    FP8 layers with block scales count only if the operator sets ``fuse_linear``: no engine has run with them on a GPU.
+    FP8 layers with block scales count only if the operator sets ``fuse_linear``: no engine was timed with them.
     """
     found = model()
     blocks = config.fuse_linear is True
