@@ -183,7 +183,7 @@ OPTIONS: dict[str, Option] = {
         _one_of("rank_order", "any"),
         Alike.YES,
         _KERNELS,
-        "``rank_order``: every sum is made in rank order, bitwise the same by any algorithm. ``any``: the NVLink "
+        "``rank_order``: every exact sum is made in rank order, bitwise the same by any algorithm. ``any``: the NVLink "
         "switch may sum too, in fp32 and in an order of its own. ``deterministic`` overrides ``any``.",
     ),
     "wire": Option(

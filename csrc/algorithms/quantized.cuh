@@ -9,10 +9,9 @@
 //
 // All arithmetic is fp32, each operation rounded, so every target gets the same bits. A block with an infinity or a NaN
 // stores its scale negated. Its finite values take the codes up to Code::kLargestFinite; the largest code then is an
-// infinity, and Code::kNaN a NaN. So neither spoils the other values of its block.
+// infinity, and Code::kNaN a NaN. The other values of its block keep their accuracy.
 //
-// Code::kReciprocal is 1 / Code::kLargest rounded down, so no value is beyond the amax of its block: the largest finite
-// value of a type stays finite.
+// Code::kReciprocal is 1 / Code::kLargest rounded down, so the largest finite value of a type stays finite.
 #pragma once
 
 #include "llm_comm/fp8.cuh"

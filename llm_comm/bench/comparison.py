@@ -220,9 +220,12 @@ def _run_rank(
     with contextlib.ExitStack() as stack:
         comm = stack.enter_context(Communicator(group, placement.device, config))
         libraries, remarks = collective.libraries(comm, dtype, args.max, group)
-        if any(found.operation == collective.operation for found in comm.programs.values()):
-            # A forced algorithm and option wire would have precedence over the tables that name programs.
-            by_table = config.replace(algorithm="auto", wire="none")
+        has_programs = any(found.operation == collective.operation for found in comm.programs.values())
+        if has_programs and config.wire != "none":
+            remarks.append(f"DSL programs are not measured with option wire ({config.wire}): their sums are exact")
+        elif has_programs:
+            # A forced algorithm would have precedence over the tables that name programs.
+            by_table = config.replace(algorithm="auto")
             own = stack.enter_context(Communicator(group, placement.device, by_table))
             libraries[1:1] = programs_of(collective, own, dtype)
         if speaks:

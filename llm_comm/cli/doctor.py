@@ -271,7 +271,9 @@ def _tuning(config: Config) -> dict[str, str]:
 
 def _describe_table(table: TuningTable, config: Config) -> str:
     limit = message_limit(ALL_REDUCE, table, config)
-    return f"{table.describe()}; messages above {format_bytes(limit)} are left to the engine{describe_wire(config)}"
+    return (
+        f"{table.describe()}; messages above {format_bytes(limit)} are left to the engine{describe_wire(config, limit)}"
+    )
 
 
 def _configuration(config: Config) -> dict[str, str]:

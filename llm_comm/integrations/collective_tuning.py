@@ -146,7 +146,9 @@ class _CollectiveTuner:
 
     @property
     def _name(self) -> str:
-        return f"sums_{self._communicator.world_size}_ranks_{self._hidden}"
+        config = self._communicator.config
+        exact = "" if config.wire == "none" else f"_exact_below_{config.wire_min_bytes}"
+        return f"sums_{self._communicator.world_size}_ranks_{self._hidden}{exact}"
 
     @functools.cached_property
     def _tables(self) -> MeasuredTables:

@@ -68,14 +68,16 @@ def _describe_programs(table: TuningTable, config: Config, limit: int, programs:
     return f"{', '.join(words)}, else " if words else ""
 
 
-def describe_wire(config: Config) -> str:
-    """Return the warning that all-reduces are lossy: "; all-reduces from 1 MiB are quantized (fp8): lossy"; "" if none
-    is."""
+def describe_wire(config: Config, limit: int) -> str:
+    """Return the warning that all-reduces are lossy: "; all-reduces from 1 MiB are quantized (fp8): lossy".
 
-    def is_quantized(count: int) -> bool:
-        return bool(wire_of(Problem(ALL_REDUCE, count, 0, "bf16", 2), config))
+    Returns "" if no message up to ``limit`` bytes is quantized.
+    """
 
-    if not is_quantized(config.wire_min_bytes):
+    def is_quantized(message_bytes: int) -> bool:
+        return bool(wire_of(Problem(ALL_REDUCE, message_bytes // 2, 0, "bf16", 2), config))
+
+    if not is_quantized(limit):
         return ""
     smallest = "" if is_quantized(0) else f" from {format_bytes(config.wire_min_bytes)}"
     return f"; all-reduces{smallest} are quantized ({config.wire}): lossy"

@@ -87,7 +87,8 @@ class Member:
             what = f"all-reduce {plans} ({table.describe()} in each node); {describe_gather_scatter(table, config)}"
         elif sums:
             plans = describe_plans(table, config, f"{engine}'s own", communicator.multicast, communicator.programs)
-            what = f"all-reduce {plans} ({table.describe()}){describe_wire(config)}"
+            what = f"all-reduce {plans} ({table.describe()})"
+            what += describe_wire(config, message_limit(ALL_REDUCE, table, config))
             what += f"; {describe_gather_scatter(table, config)}"
         else:
             beyond = f", then {engine}'s own"

@@ -71,7 +71,7 @@ class Collector:
         ended = Counter(
             f"{_PREFIX}_operations_ended", "Collective kernels ended on the device, replays included", labels=_OF_GROUP
         )
-        saved = Counter(f"{_PREFIX}_saved_bytes", "Bytes not sent, as wire quantizes eager calls", labels=_OF_GROUP)
+        saved = Counter(f"{_PREFIX}_saved_bytes", "Bytes saved by option wire, eager calls only", labels=_OF_GROUP)
         errors = Counter(f"{_PREFIX}_errors", "Errors that have ended a communicator", labels=(*_OF_GROUP, "kind"))
         idle = Gauge(f"{_PREFIX}_idle_seconds", "Since the host's last launch; a replay is none", labels=_OF_GROUP)
         for group, stats in groups.items():

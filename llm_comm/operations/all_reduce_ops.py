@@ -39,6 +39,8 @@ class AllReduceOps:
     def all_reduce(self, x: Any, out: Any = None) -> Any:
         """Sum ``x`` over all ranks: accumulated in fp32 in rank order and rounded once, bitwise equal on all ranks.
 
+        Option ``wire`` quantizes large messages: lossy, and bitwise equal on all ranks too.
+
         Args:
             x: Contiguous tensor of any shape, bfloat16, float16 or float32, on this communicator's device; or an array
                 with DLPack or ``__cuda_array_interface__``.
@@ -99,7 +101,8 @@ class AllReduceOps:
     ) -> tuple[torch.Tensor, ...]:
         """Sum ``x`` over all ranks, add ``residual``, and apply RMSNorm to each row, in one kernel.
 
-        The sum is bitwise that of ``all_reduce``. The new residual is bitwise the torch sum of that and ``residual``.
+        The sum is bitwise that of ``all_reduce`` without option ``wire``. The new residual is bitwise the torch sum of
+        that and ``residual``.
 
         The normed rows are ``new_residual / sqrt(mean(new_residual ** 2) + eps) * (weight + weight_bias)``, computed in
         fp32 and rounded once. A row's result does not depend on other rows. Gemma's norms have a ``weight_bias`` of 1,

@@ -60,7 +60,7 @@ class GatherScatter:
 
     def reduce_scatter(self, x: Any, dim: int = 0, sizes: Sizes | None = None, out: Any = None) -> Any:
         """Sum ``x`` over all ranks and return this rank's shard along a dimension, bitwise equal to that part of
-        ``all_reduce(x)``.
+        ``all_reduce(x)`` without option ``wire``.
 
         Args:
             x: Contiguous tensor of at least one dimension, bfloat16, float16 or float32, on this communicator's device.

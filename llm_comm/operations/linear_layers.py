@@ -241,7 +241,8 @@ class LinearLayers:
         weight_scale: torch.Tensor | None = None,
         out_dtype: torch.dtype | None = None,
     ) -> torch.Tensor:
-        """Sum ``x @ linear_weight.T + bias`` over all ranks, bitwise ``all_reduce(linear(x, linear_weight))``.
+        """Sum ``x @ linear_weight.T + bias`` over all ranks, bitwise ``all_reduce(linear(x, linear_weight))``
+        without option ``wire``.
 
         With one rank it is ``linear``. The weight, its scale and the bias must be written before the call, as for
         ``linear``. Operands that do not fit raise an error before anything is enqueued.

@@ -101,9 +101,11 @@ def lay_out(
 def wire_of(problem: Problem, config: Config) -> str:
     """Return the type to which a message is quantized on the wire, "fp8" or "int8"; "" if it is sent exactly.
 
-    A forced algorithm decides at every size. Else messages of ``wire_min_bytes`` and more are quantized, for operations
-    and data types that have an algorithm for it.
+    A forced algorithm decides at every size; a forced DSL program adds exactly. Else messages of ``wire_min_bytes`` and
+    more are quantized, for operations and data types that have an algorithm for it.
     """
+    if registry.is_program(config.algorithm):
+        return ""
     algorithms = registry.operations()[problem.operation].algorithms
     of_wire = [a for a in algorithms if a.wire == config.wire and problem.data_type in a.data_types]
     if any(a.name == config.algorithm for a in algorithms):

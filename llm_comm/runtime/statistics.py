@@ -153,7 +153,7 @@ class Stats:
         calls: Calls by operation, algorithm, protocol and size class.
         declined: Declined inputs by operation and reason.
         progress: Progress of the kernels. After ``close``, the state at the time of closing.
-        bytes_saved: Bytes that this rank did not send since option ``wire`` quantized its eager all-reduces, compared
+        bytes_saved: Bytes that this rank did not send because option ``wire`` quantized its eager all-reduces, compared
             with a two-shot all-reduce of the exact values.
     """
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from pathlib import Path
 
 import pytest
 import torch
@@ -10,6 +11,7 @@ from torch import Tensor
 
 from llm_comm.bench.wire_reference import (
     FORMATS,
+    KERNEL_BLOCK,
     SMALLEST_SCALE,
     dequantize,
     quantize,
@@ -18,6 +20,7 @@ from llm_comm.bench.wire_reference import (
     scale_factor,
     slice_elements,
 )
+from llm_comm.planning import selection
 
 FLT_MAX = torch.finfo(torch.float32).max
 every_wire = pytest.mark.parametrize("wire", FORMATS)
@@ -227,3 +230,9 @@ def test_results_have_the_shape_and_dtype_of_a_contribution() -> None:
     x = ramp(6 * 100, torch.bfloat16).view(6, 100)
     actual = quantized_all_reduce([x, x], "e4m3", 128)
     assert (actual.shape, actual.dtype) == (x.shape, x.dtype)
+
+
+def test_blocks_are_those_of_the_kernels() -> None:
+    source = (Path(__file__).parents[2] / "csrc/algorithms/quantized.cuh").read_text(encoding="utf-8")
+    assert f"kQuantizedBlock = {KERNEL_BLOCK};" in source
+    assert selection.QUANTIZED_BYTES == 1 + 4 / KERNEL_BLOCK

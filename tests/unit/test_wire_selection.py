@@ -238,10 +238,12 @@ def test_saved_bytes_are_counted_for_each_type() -> None:
         ({"wire": "int8", "algorithm": "two_shot_int8_hb"}, "; all-reduces are quantized (int8): lossy"),
         ({"wire": "int8", "algorithm": "two_shot"}, ""),
         ({"algorithm": "two_shot_int8_hb"}, ""),
+        ({"wire": "fp8", "wire_min_bytes": 2 << 20}, ""),  # larger messages are the engine's
+        ({"wire": "fp8", "dsl": "llm_comm.dsl.library:one_shot_ll", "algorithm": "dsl:one_shot_ll"}, ""),
     ],
 )
 def test_the_start_line_says_that_sums_are_lossy(options: dict[str, object], words: str) -> None:
-    assert descriptions.describe_wire(Config.load({}, **options)) == words
+    assert descriptions.describe_wire(Config.load({}, **options), 1 << 20) == words
 
 
 def test_a_batch_invariant_mode_is_an_error() -> None:

@@ -237,7 +237,8 @@ struct TwoShotQuantizedHB : Chunked<Algorithm> {
     const uint64_t of_a_block = Base::staging_bytes({1, kQuantizedChunkLines, 1, kDepth, 0}, problem.world);
     const uint64_t most = std::clamp<uint64_t>(limits.staging_bytes / of_a_block, 1, kMaxChunkedBlocks);
     const auto blocks = static_cast<uint32_t>(std::min<uint64_t>(limits.multiprocessors(), most));
-    const uint64_t lines = divide_up(shard_lines(problem, problem.count), blocks * kSteps);
+    const uint64_t lines =
+        divide_up(shard_lines(problem, problem.count), blocks * kSteps * kQuantizedChunkLines) * kQuantizedChunkLines;
     std::vector<TuningParameters> found = Base::candidates(problem, limits);
     found.insert(found.begin(), {.blocks = blocks,
                                  .tile_lines = static_cast<uint32_t>(std::clamp(lines, kFewestLines, kMostLines)),
