@@ -193,6 +193,22 @@ def _names_of(cls: type[Config]) -> tuple[str, ...]:
     return tuple(field.name for field in dataclasses.fields(cls) if field.name in OPTIONS)
 
 
+def refuse_wire(config: Config, is_on: str, remedy: str) -> None:
+    """Raise ConfigError if option ``wire`` is set beside a batch-invariant mode.
+
+    Args:
+        config: Options with their origins.
+        is_on: Mode that is on, for the error.
+        remedy: Change that permits ``wire``, for the error.
+    """
+    if config.wire != "none":
+        origin = config.origins.get("wire", "Python")
+        raise ConfigError(
+            f"option wire is {config.wire!r} ({origin}), and {is_on}: quantized sums of a token depend on its batch. "
+            f"Set wire to 'none', or {remedy}"
+        )
+
+
 @_resolving
 @dataclass(frozen=True, kw_only=True)
 class Config:
@@ -243,12 +259,9 @@ class Config:
                 raise ConfigError(
                     f"option {name} is {quoted(value)} ({self.origins.get(name, 'Python')}); valid: {kind.valid_values}"
                 )
-        if self.wire != "none" and self.deterministic:
-            wire, deterministic = (self.origins.get(name, "Python") for name in ("wire", "deterministic"))
-            raise ConfigError(
-                f"option wire is {self.wire!r} ({wire}), and deterministic is on ({deterministic}): quantized sums "
-                "of a token depend on its batch. Set wire to 'none', or deterministic to false"
-            )
+        if self.deterministic:
+            is_on = f"deterministic is on ({self.origins.get('deterministic', 'Python')})"
+            refuse_wire(self, is_on, "deterministic to false")
         # Values passed to dataclasses.replace count as set in Python.
         given = {f.name for f in dataclasses.fields(self) if f.name in OPTIONS and getattr(self, f.name) != f.default}
         object.__setattr__(self, "origins", {**dict.fromkeys(sorted(given), "Python"), **self.origins})

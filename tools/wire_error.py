@@ -13,10 +13,8 @@ import datetime
 import functools
 import hashlib
 import json
-import platform
 import random
 import statistics
-import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -27,10 +25,9 @@ import torch
 import wire_model
 from torch import Tensor
 
-import llm_comm
+from llm_comm.bench import report
 from llm_comm.bench.wire_reference import FORMATS, dequantize, quantize, quantized_all_reduce, quantized_sum
 
-ROOT = Path(__file__).resolve().parent.parent
 SEEDS = range(20)
 BLOCKS = (32, 64, 128)
 WORLDS = (2, 4, 8)
@@ -326,11 +323,8 @@ def processor() -> str:
 def about(wheel: Path | None) -> Iterator[tuple[str, Any]]:
     yield "what", "tools/wire_error.py: error of a quantized all-reduce, emulated in torch on a CPU"
     yield "date", datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds")
-    commit = ["git", "-C", str(ROOT), "describe", "--always", "--dirty"]
-    yield "commit", subprocess.run(commit, capture_output=True, text=True, check=True).stdout.strip()
     yield "host", processor()
-    versions = {"llm_comm": llm_comm.__version__, "torch": torch.__version__, "python": platform.python_version()}
-    yield "versions", versions
+    yield "versions", report.versions()
     yield "seeds", list(SEEDS)
     if wheel is not None:
         yield "model", {"file": wheel.name, "sha256": hashlib.sha256(wheel.read_bytes()).hexdigest()}

@@ -9,8 +9,7 @@ from typing import Any, cast
 import torch
 
 from llm_comm.communicator import Communicator
-from llm_comm.config import EngineOptions, check_names, load_with_unknown
-from llm_comm.errors import ConfigError
+from llm_comm.config import EngineOptions, check_names, load_with_unknown, refuse_wire
 from llm_comm.installation import VERSION
 from llm_comm.integrations.joining import SwitchedOffError
 from llm_comm.options import MIB, OPTIONS
@@ -134,11 +133,7 @@ def for_batch_invariance(config: EngineOptions, mode: str, is_on: bool, log: log
     if not is_on:
         is_usual = config.batch_invariant_norm == config.batch_invariant_linear == "engine"
         return config if is_usual else config.replace(batch_invariant_norm="engine", batch_invariant_linear="engine")
-    if config.wire != "none":
-        raise ConfigError(
-            f"option wire is {config.wire!r} ({config.origins.get('wire', 'Python')}), and {mode} is on: quantized "
-            "sums of a token depend on its batch. Set wire to 'none', or turn the mode off"
-        )
+    refuse_wire(config, f"{mode} is on", "turn the mode off")
     config = in_rank_order(config, mode, log)
     if "max_message_bytes" not in config.origins:
         # All algorithms of llm_comm add in the same order, but the engine's all-reduce can add in another order. So no

@@ -212,8 +212,8 @@ def by_operation(rows: Iterable[Row]) -> dict[str, tuple[Row, ...]]:
         key = row.operation
         if algorithm is not None and algorithm.is_symmetric:
             key = of_symmetric(row.operation)
-        if row.wire:
-            key = of_wire(row.operation, row.wire)
+        if algorithm is not None and algorithm.wire:
+            key = of_wire(row.operation, algorithm.wire)
         if registry.is_program(row.algorithm):
             key = of_programs(row.operation)
         found[key] = (*found.get(key, ()), row)

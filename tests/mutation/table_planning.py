@@ -85,7 +85,7 @@ PLANNING: tuple[Mutant, ...] = (
     python(
         "rows of quantized messages are those of exact ones",
         TABLES,
-        "key = of_wire(row.operation, row.wire)",
+        "key = of_wire(row.operation, algorithm.wire)",
         "key = row.operation",
         OF_WIRE,
     ),
