@@ -73,18 +73,35 @@ KERNELS = (
         WIRE,
     ),
     cpp(
-        "the blocks of two warps share their scales",
+        "the rows of a group share their scales",
         TWO_SHOT_QUANTIZED,
-        "store_plain(scales(buffer) + k / kBlockLines, line.scale);",
-        "store_plain(scales(buffer) + (WITHOUT ? k % kWarpThreads : k) / kBlockLines, line.scale);",
+        "if (row == row_of_lane) scale = line.scale;",
+        "if (WITHOUT || row == row_of_lane) scale = line.scale;",
+        WIRE,
+    ),
+    cpp(
+        "a group of rows sends the scales of a whole one",
+        TWO_SHOT_QUANTIZED,
+        "if (row_of_lane >= rows) return;",
+        "if (!WITHOUT && row_of_lane >= rows) return;",
+        WIRE,
+    ),
+    cpp(
+        "an owner adds its own contribution first",
+        TWO_SHOT_QUANTIZED,
+        "if (i == rank_) add(i == 0, LineElements<D>::values(own));\n"
+        "      if (i < World - 1) add(i == 0 && rank_ != 0, dequantize<W>(of_other[i]));",
+        "if (WITHOUT ? i == 0 : i == rank_) add(i == 0, LineElements<D>::values(own));\n"
+        "      if (i < World - 1) add(!WITHOUT && i == 0 && rank_ != 0, dequantize<W>(of_other[i]));",
         WIRE,
     ),
     cpp(
         "an owner keeps its sum unquantized",
         TWO_SHOT_QUANTIZED,
-        "store(own, first, k, lines, quantized);",
-        "if (!WITHOUT) store(own, first, k, lines, quantized);\n"
-        "if (WITHOUT && k < lines) own.store(first + k, LineElements<D>::round(sum));",
+        "store(own, first, k, lines, sum);\n          return sum;",
+        "if (!WITHOUT) store(own, first, k, lines, sum);\n"
+        "if (WITHOUT && k < lines) own.store(first + k, LineElements<D>::round(sum_of(all.own, all.of_other)));\n"
+        "return sum;",
         WIRE,
     ),
     cpp(

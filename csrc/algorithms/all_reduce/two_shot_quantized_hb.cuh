@@ -44,6 +44,7 @@ class QuantizedSteps {
                                  uint32_t slice)
       : rank_(comm.rank),
         chunk_lines_(chunk_lines),
+        buffer_lines_(lines_of_quantized_chunk(chunk_lines)),
         chunks_(block, chunk_lines, slice),
         buffers_(comm, block, lines_of_quantized_chunk(chunk_lines), depth) {}
 
@@ -54,9 +55,10 @@ class QuantizedSteps {
       const auto& slice = slice_of(owner);
       const uint32_t first = chunks_.first(t);
       const uint32_t lines = chunks_.lines(t, slice.lines());
-      for_each_of_warp<4>(
+      send_rows<kMovedTogether>(
           team, lines, [&](uint32_t k) { return k < lines ? slice.load(first + k) : Line{}; },
-          [&](uint32_t k, Line line) { put(staged, k, quantize<W>(LineElements<D>::values(line))); });
+          [&](uint32_t, Line line) { return quantize<W>(LineElements<D>::values(line)); },
+          [&](auto store) { store(staged); });
     });
   }
 
@@ -64,35 +66,28 @@ class QuantizedSteps {
   template <class Own>
   LLM_COMM_DEVICE void sum_for_all(const Team& team, uint32_t t, const Own& own) const {
     const typename Buffers::ToOthers others(buffers_, kSecondHop, t);
+    const Line* const incoming = buffers_.from(kFirstHop, t, rank_ == 0 ? 1 : 0);
     const uint32_t first = chunks_.first(t);
     const uint32_t lines = chunks_.lines(t, own.lines());
     struct Contributions {
       Line own;
-      QuantizedLine<kPerLine> of[World];
+      Quantized of_other[World - 1];
     };
-    for_each_of_warp<kReducedTogether<World>>(
+    send_rows<kSummedTogether>(
         team, lines,
         [&](uint32_t k) {
           Contributions all;
           all.own = k < lines ? own.load(first + k) : Line{};
           LLM_COMM_UNROLL(8)
-          for (uint32_t of = 0; of < World; ++of) {
-            if (of != rank_) all.of[of] = get(buffers_.from(kFirstHop, t, of), k);
-          }
+          for (uint32_t i = 0; i < World - 1; ++i) all.of_other[i] = get(incoming + i * buffer_lines_, k);
           return all;
         },
         [&](uint32_t k, const Contributions& all) {
-          Values<kPerLine> sum;
-          LLM_COMM_UNROLL(8)
-          for (uint32_t of = 0; of < World; ++of) {
-            const Values<kPerLine> x = of == rank_ ? LineElements<D>::values(all.own) : dequantize<W>(all.of[of]);
-            LLM_COMM_UNROLL(8)
-            for (uint32_t i = 0; i < kPerLine; ++i) sum.of[i] = of == 0 ? x.of[i] : sum.of[i] + x.of[i];
-          }
-          const QuantizedLine<kPerLine> quantized = quantize<W>(sum);
-          others.for_each([&](Line* buffer) { put(buffer, k, quantized); });
-          store(own, first, k, lines, quantized);
-        });
+          const Quantized sum = quantize<W>(sum_of(all.own, all.of_other));
+          store(own, first, k, lines, sum);
+          return sum;
+        },
+        [&](auto store) { others.for_each(store); });
   }
 
   // Dequantizes the sums of the other owners.
@@ -105,58 +100,112 @@ class QuantizedSteps {
       const Line* const sent = buffers_.from(kSecondHop, t, owner);
       const uint32_t first = chunks_.first(t);
       const uint32_t lines = chunks_.lines(t, slice.lines());
-      for_each_of_warp<4>(
+      for_each_row<kMovedTogether>(
           team, lines, [&](uint32_t k) { return get(sent, k); },
-          [&](uint32_t k, const QuantizedLine<kPerLine>& sum) { store(slice, first, k, lines, sum); });
+          [&](uint32_t k, uint32_t, const Quantized& sum) { store(slice, first, k, lines, sum); },
+          [](uint32_t, uint32_t) {});
     }
   }
 
  private:
   using Buffers = ChunkBuffers<World>;
   static constexpr uint32_t kPerLine = LineElements<D>::kCount;
+  using Quantized = QuantizedLine<kPerLine>;
+  using Codes = typename Quantized::Codes;
   static constexpr uint32_t kBlockLines = kQuantizedBlock / kPerLine;
-  using Codes = typename QuantizedLine<kPerLine>::Codes;
+  static constexpr uint32_t kRowBlocks = kWarpThreads / kBlockLines;
+  // Rows whose loads a thread has in flight together. More cost registers, which the compiler then spills.
+  static constexpr uint32_t kMovedTogether = World == 2 ? 1 : 2;
+  static constexpr uint32_t kSummedTogether = World == 2 ? 2 : 1;
 
-  // Loads and processes `lines` lines, rounded up to whole warps, since all lanes of a warp call quantize(). The lanes
-  // have neighbouring lines. A thread has `Batch` loads in flight.
-  template <uint32_t Batch, class Load, class Process>
-  static LLM_COMM_DEVICE void for_each_of_warp(const Team& team, uint32_t lines, Load load, Process process) {
-    const uint32_t padded = (lines + kWarpThreads - 1) / kWarpThreads * kWarpThreads;
-    for (uint32_t i = team.thread; i < padded; i += Batch * team.threads) {
-      decltype(load(0)) loaded[Batch];
-      LLM_COMM_UNROLL(4)
-      for (uint32_t j = 0; j < Batch; ++j) {
-        if (i + j * team.threads < padded) loaded[j] = load(i + j * team.threads);
+  // Loads and processes `lines` lines, rounded up to whole rows of kWarpThreads, since all lanes of a warp call
+  // quantize(). Each warp has consecutive rows and goes through them in groups of up to kBlockLines. It loads `Batch`
+  // rows at a time, calls process(line, row of the group, loaded line), and after each group
+  // end_group(first row, rows).
+  template <uint32_t Batch, class Load, class Process, class EndGroup>
+  static LLM_COMM_DEVICE void for_each_row(const Team& team, uint32_t lines, Load load, Process process,
+                                           EndGroup end_group) {
+    const uint32_t rows = (lines + kWarpThreads - 1) / kWarpThreads;
+    const uint32_t warps = team.threads / kWarpThreads;
+    const uint32_t rows_of_warp = (rows + warps - 1) / warps;
+    const uint32_t lane = team.thread % kWarpThreads;
+    const uint32_t begin = team.thread / kWarpThreads * rows_of_warp;
+    const uint32_t end = begin + rows_of_warp < rows ? begin + rows_of_warp : rows;
+    LLM_COMM_UNROLL(1)
+    for (uint32_t first = begin; first < end; first += kBlockLines) {
+      const uint32_t group = end - first < kBlockLines ? end - first : kBlockLines;
+      LLM_COMM_UNROLL(1)
+      for (uint32_t row = 0; row < group; row += Batch) {
+        decltype(load(0)) loaded[Batch];
+        LLM_COMM_UNROLL(4)
+        for (uint32_t j = 0; j < Batch; ++j) {
+          if (row + j < group) loaded[j] = load((first + row + j) * kWarpThreads + lane);
+        }
+        LLM_COMM_UNROLL(4)
+        for (uint32_t j = 0; j < Batch; ++j) {
+          if (row + j < group) process((first + row + j) * kWarpThreads + lane, row + j, loaded[j]);
+        }
       }
-      LLM_COMM_UNROLL(4)
-      for (uint32_t j = 0; j < Batch; ++j) {
-        if (i + j * team.threads < padded) process(i + j * team.threads, loaded[j]);
-      }
+      end_group(first, group);
     }
+  }
+
+  // for_each_row() of lines that are sent as quantized_of(line, loaded line). for_each_buffer(store): calls
+  // store(buffer) for each buffer that receives them. The scales of a group are sent with one store of a warp, since
+  // small packets waste bandwidth of the links.
+  template <uint32_t Batch, class Load, class QuantizedOf, class ForEachBuffer>
+  LLM_COMM_DEVICE void send_rows(const Team& team, uint32_t lines, Load load, QuantizedOf quantized_of,
+                                 ForEachBuffer for_each_buffer) const {
+    const uint32_t lane = team.thread % kWarpThreads;
+    const uint32_t row_of_lane = lane % kBlockLines;  // each lane sends the scale of one block of the group
+    float scale = 0;
+    for_each_row<Batch>(
+        team, lines, load,
+        [&](uint32_t k, uint32_t row, const auto& loaded) {
+          const Quantized line = quantized_of(k, loaded);
+          for_each_buffer([&](Line* buffer) { store_plain(reinterpret_cast<Codes*>(buffer) + k, line.codes); });
+          if (row == row_of_lane) scale = line.scale;
+        },
+        [&](uint32_t first, uint32_t rows) {
+          if (row_of_lane >= rows) return;
+          const uint32_t block = (first + row_of_lane) * kRowBlocks + lane / kBlockLines;
+          for_each_buffer([&](Line* buffer) { store_plain(scales(buffer) + block, scale); });
+        });
+  }
+
+  // The sum of a line in rank order.
+  LLM_COMM_DEVICE Values<kPerLine> sum_of(Line own, const Quantized (&of_other)[World - 1]) const {
+    Values<kPerLine> sum;
+    const auto add = [&](bool is_first, const Values<kPerLine>& x) {
+      LLM_COMM_UNROLL(8)
+      for (uint32_t i = 0; i < kPerLine; ++i) sum.of[i] = is_first ? x.of[i] : sum.of[i] + x.of[i];
+    };
+    LLM_COMM_UNROLL(8)
+    for (uint32_t i = 0; i < World; ++i) {
+      if (i == rank_) add(i == 0, LineElements<D>::values(own));
+      if (i < World - 1) add(i == 0 && rank_ != 0, dequantize<W>(of_other[i]));
+    }
+    return sum;
   }
 
   LLM_COMM_DEVICE float* scales(Line* buffer) const {
     return reinterpret_cast<float*>(reinterpret_cast<Codes*>(buffer) + chunk_lines_);
   }
-
-  LLM_COMM_DEVICE void put(Line* buffer, uint32_t k, const QuantizedLine<kPerLine>& line) const {
-    store_plain(reinterpret_cast<Codes*>(buffer) + k, line.codes);
-    if (k % kBlockLines == 0) store_plain(scales(buffer) + k / kBlockLines, line.scale);
-  }
-  LLM_COMM_DEVICE QuantizedLine<kPerLine> get(const Line* buffer, uint32_t k) const {
+  LLM_COMM_DEVICE Quantized get(const Line* buffer, uint32_t k) const {
     return {load_plain(reinterpret_cast<const Codes*>(buffer) + k),
             load_plain(scales(const_cast<Line*>(buffer)) + k / kBlockLines)};
   }
 
   template <class Target>
   static LLM_COMM_DEVICE void store(const Target& target, uint32_t first, uint32_t k, uint32_t lines,
-                                    const QuantizedLine<kPerLine>& sum) {
+                                    const Quantized& sum) {
     const Values<kPerLine> x = dequantize<W>(sum);
     if (k < lines) target.store(first + k, LineElements<D>::round(x));
   }
 
   uint32_t rank_;
   uint32_t chunk_lines_;
+  uint32_t buffer_lines_;
   Chunks chunks_;
   Buffers buffers_;
 };
