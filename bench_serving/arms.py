@@ -22,6 +22,8 @@ class Arm:
         norms_apart: The log must say that llm_comm was configured not to fuse; otherwise it must not.
         programs: The log must say that DSL programs serve all-reduces; otherwise it must not.
         linear_apart: The log must say that llm_comm was configured not to compute linear layers; otherwise it must not.
+        lossy: The log must say that llm_comm quantizes large all-reduces. The environment may switch this on for other
+            arms.
         free: All-reduces return uninitialised memory. The arm is a bound, not a usable engine.
         free_norms: The residual add and norm after each all-reduce do nothing, too.
         nccl_library: The engine loads llm_comm's NCCL-compatible library instead of NCCL, and no plugin of llm_comm.
@@ -39,6 +41,7 @@ class Arm:
     norms_apart: bool = False
     programs: bool = False
     linear_apart: bool = False
+    lossy: bool = False
     free: bool = False
     free_norms: bool = False
     nccl_library: bool = False
@@ -97,6 +100,15 @@ ARMS: dict[str, Arm] = {
             llm_comm=True,
             fuses=True,
             linear_apart=True,
+            by_default=False,
+        ),
+        Arm(
+            "llm_comm_wire",
+            "llm_comm, large sums quantized",
+            {**_ON, "LLM_COMM_WIRE": "fp8"},
+            llm_comm=True,
+            fuses=True,
+            lossy=True,
             by_default=False,
         ),
         Arm("free", "free (bound: no communication, wrong results)", _OFF, own_fusion=False, free=True),

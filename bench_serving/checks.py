@@ -70,9 +70,10 @@ def tolerance(config: Mapping[str, Any], wire: str = "none") -> Tolerance:
     return QUANTIZED if "quantization_config" in config or wire != "none" else PLAIN
 
 
-def wire(environment: Mapping[str, str]) -> str:
-    """Return option ``wire`` of the arms with llm_comm."""
-    return environment.get("LLM_COMM_WIRE") or "none"
+def wire(environment: Mapping[str, str], names: Sequence[str] = ()) -> str:
+    """Return option ``wire`` of the arms ``names`` with llm_comm: the first of an arm, else the environment's."""
+    of_arms = [arms.ARMS[name].environment.get("LLM_COMM_WIRE") for name in names]
+    return next((wire for wire in [*of_arms, environment.get("LLM_COMM_WIRE")] if wire), "none")
 
 
 def most_layers(config: Mapping[str, Any], wire: str = "none") -> int | None:

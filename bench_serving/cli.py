@@ -232,11 +232,11 @@ def settings_of(options: argparse.Namespace) -> Settings:
         as_deployed=options.as_deployed,
         seed=options.seed,
     )
-    _check_model(settings, options.model)
+    _check_model(settings, options.model, arms_of(options))
     return settings
 
 
-def _check_model(settings: Settings, name: str) -> None:
+def _check_model(settings: Settings, name: str, arms: Sequence[str]) -> None:
     config = settings.config()
     for needed in ("vocab_size", "max_position_embeddings"):
         if needed not in config:
@@ -246,12 +246,12 @@ def _check_model(settings: Settings, name: str) -> None:
             f"--mode bench-latency draws token ids below {_IDS_OF_BENCH_LATENCY}, and the vocabulary of {name} has "
             f"{config['vocab_size']}"
         )
-    most = checks.most_layers(config, checks.wire(os.environ))
+    most = checks.most_layers(config, checks.wire(os.environ, arms))
     layers = settings.layers or config.get("num_hidden_layers", 0)
     if settings.check and most is not None and layers > most:
         raise SystemExit(
-            f"--check of {name}, in fp8, with experts or with LLM_COMM_WIRE: over {layers} layers rounding alone moves "
-            f"its logits too far to judge sums by them; cut it with --layers {most}"
+            f"--check of {name}, in fp8, with experts or with quantized sums: over {layers} layers rounding alone "
+            f"moves its logits too far to judge sums by them; cut it with --layers {most}"
         )
 
 

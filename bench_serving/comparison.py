@@ -91,7 +91,9 @@ class Comparison:
             "repeats": self.repeats,
             "arms": {name: ARMS[name].label for name in self.arms},
             **summary.summarize(runs),
-            "check": checks.summarize(runs, checks.tolerance(self.settings.config(), checks.wire(os.environ))),
+            "check": checks.summarize(
+                runs, checks.tolerance(self.settings.config(), checks.wire(os.environ, self.arms))
+            ),
             "invariance": invariance.summarize(runs),
             "runs": [
                 {

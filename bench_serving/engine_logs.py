@@ -20,6 +20,7 @@ DETERMINISTIC_MARK = "bench_serving: the engine is in its deterministic mode"
 BACKEND_MARK = "bench_serving: custom all-reduce"
 
 _ACTIVE = re.compile(r"llm_comm \S+ is active for (?:group )?\S*tp")
+_LOSSY = re.compile(r"all-reduces[^\n;]* are quantized \(\w+\): lossy")
 _PROGRAMS = re.compile(r"llm_comm \S+ is active for [^\n]*\bdsl:\w+ to ")
 # Fused with a linear layer or without, whichever comes first.
 _FUSED = re.compile(r"llm_comm: first (?:all-reduce|linear layer) fused with its")
@@ -53,6 +54,8 @@ def evidence(settings: Settings, arm: Arm, log: str) -> list[str]:
     # vLLM's fusion is a pass over compiled graphs.
     fuses = arm.fuses and not (settings.enforce_eager and settings.engine == "vllm")
     found += _expect(log, _ACTIVE, arm.llm_comm, "llm_comm is active for the tensor-parallel group")
+    if arm.lossy:
+        _expect(log, _LOSSY, True, "large all-reduces are quantized")
     # With data-parallel attention, SGLang gathers and scatters instead of all-reducing, which leaves no norm to fuse.
     fused = fuses and not settings.data_parallel_attention
     if fused and settings.deterministic and settings.engine == "sglang":

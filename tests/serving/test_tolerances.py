@@ -77,4 +77,5 @@ def test_the_tolerance_is_that_of_the_model(shape: str, tolerance: checks.Tolera
     assert (checks.most_layers(config) is None) == (tolerance == checks.PLAIN)
     quantized = checks.QUANTIZED if tolerance == checks.PLAIN else tolerance
     assert checks.tolerance(config, checks.wire({"LLM_COMM_WIRE": "fp8"})) == quantized
+    assert checks.tolerance(config, checks.wire({}, ["llm_comm", "llm_comm_wire"])) == quantized
     assert checks.most_layers(config, "int8") == checks.AMPLIFYING_LAYERS
