@@ -276,18 +276,18 @@ struct TwoShotQuantizedHB : Chunked<Algorithm> {
     return Base::grid(problem, tiling, units, limits);
   }
 
-  // First a shape for any size: a block for each multiprocessor, if the staging memory has room for them, and chunks
-  // that give it kSteps steps, of kFewestLines to kMostLines lines.
+  // First a shape for any size, which was the fastest or near it from 1 to 64 MiB on 2 GPUs: a block for each
+  // multiprocessor, if the staging memory has room for them, and the longest chunks that give each block one, up to
+  // kMostLines.
   static std::vector<TuningParameters> candidates(const Problem& problem, const Limits& limits) {
-    constexpr uint64_t kSteps = 4;
     constexpr uint64_t kFewestLines = 64;
     constexpr uint64_t kMostLines = 1024;
-    constexpr uint32_t kDepth = 3;
+    constexpr uint32_t kDepth = kMinHBDepth;
     const uint64_t of_a_block = Base::staging_bytes({1, kQuantizedChunkLines, 1, kDepth, 0}, problem.world);
     const uint64_t most = std::clamp<uint64_t>(limits.staging_bytes / of_a_block, 1, kMaxChunkedBlocks);
     const auto blocks = static_cast<uint32_t>(std::min<uint64_t>(limits.multiprocessors(), most));
     const uint64_t lines =
-        divide_up(shard_lines(problem, problem.count), blocks * kSteps * kQuantizedChunkLines) * kQuantizedChunkLines;
+        divide_up(shard_lines(problem, problem.count), uint64_t{blocks} * kQuantizedChunkLines) * kQuantizedChunkLines;
     std::vector<TuningParameters> found = Base::candidates(problem, limits);
     found.insert(found.begin(), {.blocks = blocks,
                                  .tile_lines = static_cast<uint32_t>(std::clamp(lines, kFewestLines, kMostLines)),
