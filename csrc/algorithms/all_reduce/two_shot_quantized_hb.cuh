@@ -292,6 +292,11 @@ struct TwoShotQuantizedHB : Chunked<Algorithm> {
     found.insert(found.begin(), {.blocks = blocks,
                                  .tile_lines = static_cast<uint32_t>(std::clamp(lines, kFewestLines, kMostLines)),
                                  .depth = kDepth});
+    if (lines > kMostLines) {
+      for (const uint32_t tile_lines : {1280u, 1536u, 1792u}) {
+        found.push_back({.blocks = blocks, .tile_lines = tile_lines, .depth = kDepth});
+      }
+    }
     return found;
   }
 };
