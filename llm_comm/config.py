@@ -229,7 +229,7 @@ class Config:
     multicast: str = "auto"
     sum: str = "rank_order"
     wire: str = "none"
-    wire_min_bytes: int = MIB
+    wire_min_bytes: int = 8 * MIB
     timeout_s: float = 30.0
     log: str = "warning"
     workspace_bytes: int = 64 * MIB

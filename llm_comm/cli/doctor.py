@@ -30,7 +30,7 @@ from llm_comm.integrations.descriptions import describe_wire
 from llm_comm.options import OPTIONS
 from llm_comm.planning.catalogue import check_table_option
 from llm_comm.planning.multicast import wish
-from llm_comm.planning.selection import message_limit
+from llm_comm.planning.selection import exact_limit, message_limit
 from llm_comm.planning.tables import ALL_REDUCE, TuningTable
 from llm_comm.runtime.multicast import driver_of, name_of
 
@@ -270,10 +270,9 @@ def _tuning(config: Config) -> dict[str, str]:
 
 
 def _describe_table(table: TuningTable, config: Config) -> str:
-    limit = message_limit(ALL_REDUCE, table, config)
-    return (
-        f"{table.describe()}; messages above {format_bytes(limit)} are left to the engine{describe_wire(config, limit)}"
-    )
+    limit = format_bytes(exact_limit(table, config))
+    wire = describe_wire(config, message_limit(ALL_REDUCE, table, config))
+    return f"{table.describe()}; {'exact ' if wire else ''}messages above {limit} are left to the engine{wire}"
 
 
 def _configuration(config: Config) -> dict[str, str]:

@@ -9,9 +9,8 @@ from llm_comm.config import Config, EngineOptions
 from llm_comm.integrations.engine_config import EVERY_SIZE
 from llm_comm.options import MIB
 from llm_comm.planning.multicast import NO_MULTICAST, Multicast, why_not
-from llm_comm.planning.plan import Problem
 from llm_comm.planning.programs import NO_PROGRAMS, Kernels
-from llm_comm.planning.selection import message_limit, wire_of
+from llm_comm.planning.selection import exact_limit, is_quantized, message_limit
 from llm_comm.planning.tables import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER, TuningTable, of_programs
 
 #: Log line for the first fused norm, with the number of ranks and the shape. The start line alone does not prove that
@@ -33,7 +32,7 @@ def describe_plans(
     programs: Mapping[str, Kernels] = NO_PROGRAMS,
 ) -> str:
     """Describe which algorithm serves which message sizes: "one_shot to 48 KiB, two_shot to 48 MiB, then vLLM"."""
-    limit = message_limit(ALL_REDUCE, table, config)
+    limit = exact_limit(table, config)
     algorithms = registry.operations()[ALL_REDUCE].algorithms
     usable = [a for a in algorithms if not why_not(a, config, multicast, is_forced=a.name == config.algorithm)]
     forced = {a.name for a in usable} & {config.algorithm}
@@ -69,18 +68,15 @@ def _describe_programs(table: TuningTable, config: Config, limit: int, programs:
 
 
 def describe_wire(config: Config, limit: int) -> str:
-    """Return the warning that all-reduces are lossy: "; all-reduces from 1 MiB are quantized (fp8): lossy".
+    """Return the warning that all-reduces are lossy: "; all-reduces from 8 MiB to 256 MiB are quantized (fp8): lossy".
 
     Returns "" if no message up to ``limit`` bytes is quantized.
     """
-
-    def is_quantized(message_bytes: int) -> bool:
-        return bool(wire_of(Problem(ALL_REDUCE, message_bytes // 2, 0, "bf16", 2), config))
-
-    if not is_quantized(limit):
+    if not is_quantized(limit, config):
         return ""
-    smallest = "" if is_quantized(0) else f" from {format_bytes(config.wire_min_bytes)}"
-    return f"; all-reduces{smallest} are quantized ({config.wire}): lossy"
+    smallest = "" if is_quantized(0, config) else f" from {format_bytes(config.wire_min_bytes)}"
+    largest = "" if limit >= EVERY_SIZE else f" to {format_bytes(limit)}"
+    return f"; all-reduces{smallest}{largest} are quantized ({config.wire}): lossy"
 
 
 def describe_gather_scatter(table: TuningTable, config: EngineOptions, beyond: str = "") -> str:

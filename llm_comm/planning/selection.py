@@ -22,6 +22,9 @@ _LINE_BYTES = 16
 # Smallest chunk in 16-byte lines of an operation with few blocks. The core takes fewer if staging memory is short.
 _FEWEST_LINES = 128
 _LINES_OF_FEW_BLOCKS = 4096
+#: Largest message that option ``wire`` quantizes where ``max_message_bytes`` is not set. Measured to 64 MiB, where NCCL
+#: takes twice as long for an exact sum (docs/experiments/wire.md).
+MAX_WIRE_BYTES = 256 * MIB
 #: Bytes that a quantized element takes on the wire: 8 bits and its share of the fp32 scale of 64 elements.
 QUANTIZED_BYTES = 1 + 4 / 64
 
@@ -113,6 +116,11 @@ def wire_of(problem: Problem, config: Config) -> str:
     return config.wire if of_wire and problem.message_bytes() >= config.wire_min_bytes else ""
 
 
+def is_quantized(message_bytes: int, config: Config) -> bool:
+    """Return whether all-reduces of this many bytes are quantized. Alike for all data types."""
+    return bool(wire_of(Problem(ALL_REDUCE, message_bytes // 2, 0, "bf16", 2), config))
+
+
 def _saved_share(algorithm: registry.Algorithm, problem: Problem) -> float:
     """Return ``Layout.saved_share``. A rank of a two-shot all-reduce sends (N - 1) / N of the message twice."""
     if not algorithm.wire:
@@ -180,9 +188,20 @@ def choosable(table: TuningTable, config: Config, limits: _core.Limits, multicas
     return found
 
 
+def exact_limit(table: TuningTable, config: Config) -> int:
+    """Return the size in bytes above which exact messages are declined."""
+    return table.max_message_bytes if config.max_message_bytes is None else config.max_message_bytes
+
+
 def message_limit(operation: str, table: TuningTable, config: Config) -> int:
-    """Return the size in bytes above which messages of ``operation`` are declined."""
-    limit = table.max_message_bytes if config.max_message_bytes is None else config.max_message_bytes
+    """Return the size in bytes above which messages of ``operation`` are declined.
+
+    A table's limit is that of exact messages. Where all-reduces of this size are quantized, so are larger ones, up to
+    ``MAX_WIRE_BYTES``.
+    """
+    limit = exact_limit(table, config)
+    if operation == ALL_REDUCE and config.max_message_bytes is None and is_quantized(limit, config):
+        return max(limit, MAX_WIRE_BYTES)
     # Larger messages would get the engine's norm, with another bitwise result.
     if config.batch_invariant_norm == "llm_comm":
         return limit
@@ -203,7 +222,8 @@ def why_not_served(problem: Problem, table: TuningTable, config: Config) -> str:
         return why
     if problem.world_size == 1:
         return "one rank: nothing to exchange"
-    limit = message_limit(ALL_REDUCE, table, config)
+    is_sum = problem.operation == ALL_REDUCE
+    limit = message_limit(ALL_REDUCE, table, config) if is_sum else exact_limit(table, config)
     is_whole = limits_whole_tensor(config)
     message_bytes = problem.whole_bytes() if is_whole else problem.message_bytes()
     if message_bytes > limit:

@@ -311,12 +311,14 @@ def newest(kind: str) -> str:
 def setup_of(file: str) -> tuple[Any, ...] | None:
     """Return what decides which run of an engine replaces another: engine, GPUs, model, mode, FlashInfer's all-reduce.
 
-    None for a file that does not compare llm_comm with the engine's own path.
+    None for a file that does not compare llm_comm with the engine's own path, or lacks a batch size of the tables.
     """
     report = load(file)
     if not isinstance(report, dict) or not isinstance(report.get("decode"), dict):
         return None
     if not report["decode"] or not all({"default", "llm_comm"} <= arms.keys() for arms in report["decode"].values()):
+        return None
+    if not set(BATCHES) <= report["decode"].keys():
         return None
     engine, versions, settings = report["engine"], report["versions"], report["settings"]
     flashinfer = "flashinfer-python" in versions and report["variables"].get("SGLANG_IS_FLASHINFER_AVAILABLE") != "0"

@@ -24,12 +24,14 @@ from llm_comm.planning.tables import ALL_GATHER, ALL_REDUCE, FUSED, Row, TuningT
 from llm_comm.runtime.statistics import Calls, StatisticsCollector
 
 CONFIG = Config.load({})
+#: Smallest quantized message, by default.
+SMALLEST = CONFIG.wire_min_bytes
 ALGORITHMS = {"fp8": "two_shot_fp8_hb", "int8": "two_shot_int8_hb"}
 EXACT = plain_row(64 * MIB, "two_shot", 4, 16, 1)
 ROWS = tuple(
     Row(up_to, ALL_REDUCE, algorithm, "HB", blocks=blocks, tile_lines=tile_lines, depth=2)
     for algorithm in ALGORITHMS.values()
-    for up_to, blocks, tile_lines in ((2 * MIB, 5, 64), (64 * MIB, 7, 128))
+    for up_to, blocks, tile_lines in ((2 * SMALLEST, 5, 64), (64 * MIB, 7, 128))
 )
 TABLE = TuningTable("test", by_operation([EXACT, *ROWS]), 64 * MIB, min_symmetric_bytes=0)
 NO_ROWS = TuningTable("exact rows", by_operation([EXACT]), 64 * MIB, min_symmetric_bytes=0)
@@ -55,13 +57,40 @@ def plan_of(
 
 @WIRES
 @pytest.mark.parametrize("data_type", ["bf16", "fp16", "fp32"])
-@pytest.mark.parametrize(("options", "smallest"), [({}, MIB), ({"wire_min_bytes": 4096}, 4096)])
+@pytest.mark.parametrize(("options", "smallest"), [({}, SMALLEST), ({"wire_min_bytes": 4096}, 4096)])
 def test_large_messages_are_quantized(wire: str, data_type: str, options: dict[str, int], smallest: int) -> None:
     for nbytes, algorithm in ((smallest - 4, "two_shot"), (smallest, ALGORITHMS[wire]), (64 * MIB, ALGORITHMS[wire])):
         plan = plan_of(nbytes, data_type=data_type, wire=wire, **options)
         assert plan.algorithm == algorithm
         assert (f"wire {wire}" in plan.reason) == (algorithm != "two_shot")
     assert plan_of(64 * MIB, data_type=data_type, **options).algorithm == "two_shot"
+
+
+@WIRES
+@pytest.mark.parametrize(
+    ("options", "largest"),
+    [
+        ({}, selection.MAX_WIRE_BYTES),
+        ({"max_message_bytes": 64 * MIB}, 64 * MIB),
+        # Messages above the table's limit are all quantized, or all left to the engine.
+        ({"wire_min_bytes": 32 * MIB}, 16 * MIB),
+        ({"wire_min_bytes": 16 * MIB}, selection.MAX_WIRE_BYTES),
+        ({"algorithm": "two_shot"}, 16 * MIB),
+    ],
+)
+def test_a_limit_of_exact_messages_is_none_of_quantized_ones(
+    wire: str, options: dict[str, object], largest: int
+) -> None:
+    table = NO_ROWS._replace(max_message_bytes=16 * MIB)
+    assert selection.message_limit(ALL_REDUCE, table, Config.load({}, wire=wire, **options)) == largest
+    served = plan_of(largest, table, wire=wire, **options)
+    assert served.algorithm == ("two_shot" if largest == 16 * MIB else ALGORITHMS[wire])
+    why = plan_of(largest + 2, table, wire=wire, **options).reason
+    assert why == f"more than max_message_bytes={largest}"
+    for other in (FUSED, ALL_GATHER):
+        exact = Config.load({}, **options)
+        expected = selection.message_limit(other, table, exact)
+        assert selection.message_limit(other, table, exact.replace(wire=wire)) == expected
 
 
 @WIRES
@@ -77,10 +106,10 @@ def test_other_operations_are_exact(wire: str) -> None:
 
 @WIRES
 def test_memory_of_the_tensors_makes_no_difference(wire: str) -> None:
-    assert plan_of(MIB, wire=wire).symmetric == ""
-    assert plan_of(MIB - 16, wire=wire).symmetric != ""
-    assert plan_of(MIB).symmetric != ""
-    forced = plan_of(MIB, wire=wire, algorithm="two_shot_pull_hb")
+    assert plan_of(SMALLEST, wire=wire).symmetric == ""
+    assert plan_of(SMALLEST - 16, wire=wire).symmetric != ""
+    assert plan_of(SMALLEST).symmetric != ""
+    forced = plan_of(SMALLEST, wire=wire, algorithm="two_shot_pull_hb")
     assert (forced.algorithm, forced.symmetric) == ("two_shot", "two_shot_pull_hb")
 
 
@@ -100,20 +129,20 @@ def test_every_size_has_a_shape(wire: str, nbytes: int, workspace: int) -> None:
 
 @WIRES
 def test_a_forced_algorithm_decides_at_every_size(wire: str) -> None:
-    for nbytes in (2, MIB, 4 * MIB):
+    for nbytes in (2, SMALLEST, 4 * SMALLEST):
         forced = plan_of(nbytes, wire=wire, algorithm=ALGORITHMS[wire])
         assert (forced.algorithm, forced.symmetric) == (ALGORITHMS[wire], "")
         assert plan_of(nbytes, wire=wire, algorithm="one_shot").algorithm == "one_shot"
         of_gathers = plan_of(nbytes, wire=wire, algorithm="direct_push_hb")
-        assert of_gathers.algorithm == ("two_shot" if nbytes < MIB else ALGORITHMS[wire])
+        assert of_gathers.algorithm == ("two_shot" if nbytes < SMALLEST else ALGORITHMS[wire])
 
 
 @pytest.mark.parametrize("wire", ["none", "int8"])
 def test_a_forced_algorithm_of_another_wire(wire: str) -> None:
-    plan = plan_of(4 * MIB, algorithm="two_shot_fp8_hb", wire=wire)
+    plan = plan_of(SMALLEST, algorithm="two_shot_fp8_hb", wire=wire)
     assert plan.algorithm == "two_shot"
     assert plan.reason.endswith(f"; algorithm two_shot_fp8_hb cannot be used: option wire is '{wire}' (Python)")
-    assert plan_of(4 * MIB, algorithm="two_shot_fp8_hb").reason.endswith(
+    assert plan_of(SMALLEST, algorithm="two_shot_fp8_hb").reason.endswith(
         "cannot be used: option wire is 'none' (default)"
     )
 
@@ -134,7 +163,7 @@ def test_max_blocks(wire: str) -> None:
 def test_rows_stand_apart(wire: str) -> None:
     assert set(TABLE.rows) == {ALL_REDUCE, of_wire(ALL_REDUCE, "fp8"), of_wire(ALL_REDUCE, "int8")}
     assert TABLE.rows[ALL_REDUCE] == (EXACT,)
-    for nbytes, row in ((MIB, 0), (2 * MIB, 0), (2 * MIB + 2, 1), (64 * MIB, 1)):
+    for nbytes, row in ((SMALLEST, 0), (2 * SMALLEST, 0), (2 * SMALLEST + 2, 1), (64 * MIB, 1)):
         plan, expected = plan_of(nbytes, wire=wire), ROWS[row]
         assert (plan.blocks, plan.tile_lines) == (expected.blocks, expected.tile_lines)
         assert plan.reason == f"test, up to {expected.up_to} bytes; wire {wire}"
@@ -142,7 +171,7 @@ def test_rows_stand_apart(wire: str) -> None:
 
 def test_rows_for_quantized_messages_alone_leave_exact_ones_as_without_rows() -> None:
     table = TuningTable("test", by_operation(ROWS), 64 * MIB)
-    for nbytes in (4096, 4 * MIB):
+    for nbytes in (4096, SMALLEST):
         assert plan_of(nbytes, table).algorithm == plan_of(nbytes, table._replace(rows={})).algorithm
 
 
@@ -173,7 +202,7 @@ def test_a_row_of_a_program_serves_exact_messages(options: dict[str, str]) -> No
     table = TABLE._replace(
         rows={**TABLE.rows, of_programs(ALL_REDUCE): (Row(64 * MIB, ALL_REDUCE, "dsl:x", PROTOCOL),)}
     )
-    problem = Problem(ALL_REDUCE, MIB, 0, "bf16", 4)
+    problem = Problem(ALL_REDUCE, SMALLEST, 0, "bf16", 4)
 
     class Nothing:
         operation, max_bytes, data_types = ALL_REDUCE, 0, ("bf16",)
@@ -190,8 +219,8 @@ def test_tune_measures_quantized_messages_if_asked() -> None:
     limits = limits_of(CONFIG)
     (subject,) = subjects_of(["all-reduce"], 8192, 8 * MIB, 4, config=CONFIG.replace(wire="fp8"))
     assert subject.key == of_wire(ALL_REDUCE, "fp8")
-    assert list(subject.sizes(512 << 10, 4 * MIB)) == [n << 19 for n in (2, 3, 4, 6, 8)]
-    problem = subject.problem(4 * MIB, 4)
+    assert list(subject.sizes(SMALLEST // 2, 4 * SMALLEST)) == [n * SMALLEST // 2 for n in (2, 3, 4, 6, 8)]
+    problem = subject.problem(SMALLEST, 4)
     assert {row.algorithm for row in candidates(problem, limits, wire=subject.wire)} == {"two_shot_fp8_hb"}
     for exact in subjects_of(["all-reduce"], 8192, 8 * MIB, 4, config=CONFIG):
         found = {row.algorithm for row in candidates(problem, limits, exact.is_symmetric, wire=exact.wire)}
@@ -200,16 +229,16 @@ def test_tune_measures_quantized_messages_if_asked() -> None:
 
 
 def test_tune_says_that_no_message_is_quantized() -> None:
-    args = SimpleNamespace(operations=["all-reduce"], min=1024, max=MIB - 2)
+    args = SimpleNamespace(operations=["all-reduce"], min=1024, max=SMALLEST - 2)
     tune.check_options(args, CONFIG)  # type: ignore[arg-type]
-    with pytest.raises(ConfigError, match=r"measured where they are quantized, from 1M on"):
+    with pytest.raises(ConfigError, match=r"measured where they are quantized, from 8M on"):
         tune.check_options(args, CONFIG.replace(wire="fp8"))  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(("data_type", "share"), [("bf16", 1 - 1.0625 / 2), ("fp32", 1 - 1.0625 / 4)])
 def test_bytes_saved(data_type: str, share: float) -> None:
     config = CONFIG.replace(wire="fp8")
-    problem = Problem(ALL_REDUCE, MIB, 0, data_type, 4)
+    problem = Problem(ALL_REDUCE, SMALLEST, 0, data_type, 4)
     layout = selection.lay_out(problem, TABLE, config, limits_of(config))
     assert layout.saved_share == pytest.approx(1.5 * share)
     assert selection.lay_out(problem, TABLE, CONFIG, limits_of(config)).saved_share == 0.0
@@ -232,18 +261,21 @@ def test_saved_bytes_are_counted_for_each_type() -> None:
     ("options", "words"),
     [
         ({}, ""),
-        ({"wire": "fp8"}, "; all-reduces from 1 MiB are quantized (fp8): lossy"),
-        ({"wire": "int8", "wire_min_bytes": 64 << 10}, "; all-reduces from 64 KiB are quantized (int8): lossy"),
-        ({"wire": "int8", "wire_min_bytes": 0}, "; all-reduces are quantized (int8): lossy"),
-        ({"wire": "int8", "algorithm": "two_shot_int8_hb"}, "; all-reduces are quantized (int8): lossy"),
+        ({"wire": "fp8"}, "; all-reduces from 8 MiB to 16 MiB are quantized (fp8): lossy"),
+        (
+            {"wire": "int8", "wire_min_bytes": 64 << 10},
+            "; all-reduces from 64 KiB to 16 MiB are quantized (int8): lossy",
+        ),
+        ({"wire": "int8", "wire_min_bytes": 0}, "; all-reduces to 16 MiB are quantized (int8): lossy"),
+        ({"wire": "int8", "algorithm": "two_shot_int8_hb"}, "; all-reduces to 16 MiB are quantized (int8): lossy"),
         ({"wire": "int8", "algorithm": "two_shot"}, ""),
         ({"algorithm": "two_shot_int8_hb"}, ""),
-        ({"wire": "fp8", "wire_min_bytes": 2 << 20}, ""),  # larger messages are the engine's
+        ({"wire": "fp8", "wire_min_bytes": 32 << 20}, ""),  # larger messages are the engine's
         ({"wire": "fp8", "dsl": "llm_comm.dsl.library:one_shot_ll", "algorithm": "dsl:one_shot_ll"}, ""),
     ],
 )
 def test_the_start_line_says_that_sums_are_lossy(options: dict[str, object], words: str) -> None:
-    assert descriptions.describe_wire(Config.load({}, **options), 1 << 20) == words
+    assert descriptions.describe_wire(Config.load({}, **options), 16 << 20) == words
 
 
 def test_a_batch_invariant_mode_is_an_error() -> None:
