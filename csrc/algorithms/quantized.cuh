@@ -191,27 +191,35 @@ LLM_COMM_DEVICE Values<N> dequantize(const QuantizedLine<N>& line) {
   return x;
 }
 
-// The elements of a line, as floats, and back.
+// The elements of a line, as floats, and back. Two values are rounded by one instruction.
 template <DataType D>
 struct LineElements {
   using E = Element<D>;
   using Storage = typename E::Storage;
   static constexpr uint32_t kCount = sizeof(Line) / sizeof(Storage);
-  static constexpr uint32_t kPerWord = 4 / sizeof(Storage);
 
   static LLM_COMM_DEVICE Values<kCount> values(Line line) {
     Values<kCount> x;
-    LLM_COMM_UNROLL(8)
-    for (uint32_t i = 0; i < kCount; ++i) {
-      x.of[i] = E::value(static_cast<Storage>(line.word[i / kPerWord] >> i % kPerWord * (32 / kPerWord)));
+    LLM_COMM_UNROLL(4)
+    for (uint32_t word = 0; word < 4; ++word) {
+      if constexpr (kCount == 4) {
+        x.of[word] = E::value(line.word[word]);
+      } else {
+        x.of[2 * word] = E::value(static_cast<Storage>(line.word[word]));
+        x.of[2 * word + 1] = E::high_value(line.word[word]);
+      }
     }
     return x;
   }
   static LLM_COMM_DEVICE Line round(const Values<kCount>& x) {
-    Line line{};
-    LLM_COMM_UNROLL(8)
-    for (uint32_t i = 0; i < kCount; ++i) {
-      line.word[i / kPerWord] |= static_cast<uint32_t>(E::round(x.of[i])) << i % kPerWord * (32 / kPerWord);
+    Line line;
+    LLM_COMM_UNROLL(4)
+    for (uint32_t word = 0; word < 4; ++word) {
+      if constexpr (kCount == 4) {
+        line.word[word] = E::round(x.of[word]);
+      } else {
+        line.word[word] = E::round_two(x.of[2 * word], x.of[2 * word + 1]);
+      }
     }
     return line;
   }

@@ -50,7 +50,8 @@
 //                 accumulated in fp32 at least, rounded once. multicast_store_line.
 //                 multicast_add_relaxed, multicast_add_release on uint32_t, uint64_t.
 //                 fence_aliases(): orders accesses to one memory through two addresses (switch_channel.cuh).
-// Conversions     bf16 and fp16 bits <-> float, round to nearest even; every NaN becomes 0x7FFF.
+// Conversions     bf16 and fp16 bits <-> float, round to nearest even; every NaN becomes 0x7FFF. floats_to_bf16(low, high)
+//                 and floats_to_fp16(low, high) round two values into the halves of a word.
 //                 convert_to_e4m3(low, high, bits), convert_from_e4m3(bits, low, high): two values as fp8.cuh defines
 //                 them, in hardware; false where the target has no such instruction.
 // Addresses       opaque(p): returns p and hides from the compiler how p was computed.

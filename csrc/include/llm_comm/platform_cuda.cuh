@@ -392,6 +392,18 @@ LLM_COMM_DEVICE uint16_t float_to_bf16(float value) {
   return static_cast<uint16_t>(packed);
 }
 
+LLM_COMM_DEVICE uint32_t floats_to_bf16(float low, float high) {
+  uint32_t packed;
+  asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(packed) : "f"(high), "f"(low));
+  return packed;
+}
+
+LLM_COMM_DEVICE uint32_t floats_to_fp16(float low, float high) {
+  uint32_t packed;
+  asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(packed) : "f"(high), "f"(low));
+  return packed;
+}
+
 LLM_COMM_DEVICE float multiply_add(float a, float b, float c) { return __fmaf_rn(a, b, c); }
 LLM_COMM_DEVICE float reciprocal_sqrt(float value) { return rsqrtf(value); }
 LLM_COMM_DEVICE float exponential(float value) { return expf(value); }

@@ -398,6 +398,14 @@ LLM_COMM_DEVICE uint16_t float_to_bf16(float value) {
   return static_cast<uint16_t>((bits + 0x7FFFu + ((bits >> 16) & 1u)) >> 16);  // round to nearest, ties to even
 }
 
+LLM_COMM_DEVICE uint32_t floats_to_bf16(float low, float high) {
+  return float_to_bf16(low) | uint32_t{float_to_bf16(high)} << 16;
+}
+
+LLM_COMM_DEVICE uint32_t floats_to_fp16(float low, float high) {
+  return float_to_fp16(low) | uint32_t{float_to_fp16(high)} << 16;
+}
+
 LLM_COMM_DEVICE float multiply_add(float a, float b, float c) { return std::fma(a, b, c); }
 LLM_COMM_DEVICE float reciprocal_sqrt(float value) { return 1.0f / std::sqrt(value); }
 LLM_COMM_DEVICE float exponential(float value) { return std::exp(value); }

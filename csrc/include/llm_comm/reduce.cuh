@@ -7,7 +7,8 @@
 
 namespace llm_comm::inline LLM_COMM_TARGET {
 
-// Storage type and conversions of an element type.
+// Storage type and conversions of an element type. Types of two bytes: high_value(word) is the value in the upper half
+// of a word, round_two(low, high) a word of two values.
 template <DataType D>
 struct Element;
 
@@ -16,6 +17,8 @@ struct Element<DataType::kBFloat16> {
   using Storage = uint16_t;
   static LLM_COMM_DEVICE float value(uint16_t bits) { return bits_to_float(static_cast<uint32_t>(bits) << 16); }
   static LLM_COMM_DEVICE uint16_t round(float value) { return float_to_bf16(value); }
+  static LLM_COMM_DEVICE float high_value(uint32_t word) { return bits_to_float(word & 0xFFFF0000u); }
+  static LLM_COMM_DEVICE uint32_t round_two(float low, float high) { return floats_to_bf16(low, high); }
 };
 
 template <>
@@ -23,6 +26,8 @@ struct Element<DataType::kFloat16> {
   using Storage = uint16_t;
   static LLM_COMM_DEVICE float value(uint16_t bits) { return fp16_to_float(bits); }
   static LLM_COMM_DEVICE uint16_t round(float value) { return float_to_fp16(value); }
+  static LLM_COMM_DEVICE float high_value(uint32_t word) { return value(static_cast<uint16_t>(word >> 16)); }
+  static LLM_COMM_DEVICE uint32_t round_two(float low, float high) { return floats_to_fp16(low, high); }
 };
 
 template <>
