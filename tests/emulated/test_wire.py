@@ -177,6 +177,27 @@ def test_rows_of_a_table(ranks: RankPool) -> None:
         assert reason.endswith("up to 1073741824 bytes; wire fp8")
 
 
+def check_chunks(tile_lines: int, blocks: int) -> None:
+    """Sums by chunks of this length: two of a block, of which the last is not whole, and one with few lines."""
+    options = {"wire": "fp8", "wire_min_bytes": 0, "workspace_bytes": 16 << 20}
+    with make_communicator(**options) as comm:
+        row = Row(1 << 30, ALL_REDUCE, "two_shot_fp8_hb", "HB", blocks=blocks, tile_lines=tile_lines, depth=2)
+        comm.use_table(comm.table.with_rows(row))
+        for dtype in DTYPES:
+            of_line = 16 // dtype.itemsize
+            for lines in (WORLD * blocks * tile_lines * 3 // 2 + 11, 5):
+                inputs = [drawn(rank, lines * of_line - 1, dtype, lines) for rank in range(WORLD)]
+                assert comm.plan(inputs[0]).tile_lines == tile_lines
+                found = comm.all_reduce(inputs[comm.rank])
+                assert_bitwise_equal(found, quantized_all_reduce(inputs, "e4m3"), f"{lines} lines of {dtype}")
+
+
+# A warp has 1, 2, 4, 9 and 17 rows of 32 lines at most; its groups have 8 for two-byte types, 16 for fp32.
+@pytest.mark.parametrize(("tile_lines", "blocks"), [(32, 3), (160, 2), (1024, 1), (2080, 1), (4128, 1)])
+def test_chunks_of_any_length(ranks: RankPool, tile_lines: int, blocks: int) -> None:
+    ranks.run(WORLD, check_chunks, tile_lines, blocks)
+
+
 def over_nodes() -> list[str]:
     """Each rank is a node of its own. Returns the warnings."""
     said: list[str] = []
