@@ -81,15 +81,16 @@ def most_layers(config: Mapping[str, Any], wire: str = "none") -> int | None:
     return None if tolerance(config, wire) == PLAIN else AMPLIFYING_LAYERS
 
 
-def summarize(runs: Sequence[Run], tolerance: Tolerance = PLAIN) -> dict[str, Any]:
+def summarize(runs: Sequence[Run], tolerance: Tolerance = PLAIN, of_lossy: Tolerance = QUANTIZED) -> dict[str, Any]:
     """Return {"tokens": {arm: ...}, "logits": {arm: {length: ...}}, "limit": {length: ...}, "passed": bool, "failures":
     [...]}; empty if no run was checked.
 
     Tokens: greedy generations of equal prompts must be equal in all repeats of an arm. The number of requests equal to
     those of ``nccl`` is information. Logits: those of the first token must be finite and not all equal, and llm_comm's
-    must agree with those of ``nccl``. The limit is ``tolerance``, or ``TIMES_DEFAULT`` times the distance of
-    ``default`` if that is larger. If the median is judged, no prompt may exceed ``MOST_OF_ONE_PROMPT`` either. Prompts
-    of each length are judged separately. The bound ``free`` is not checked, since its results are meaningless.
+    must agree with those of ``nccl``. The limit is ``tolerance``, of lossy arms ``of_lossy``, or ``TIMES_DEFAULT``
+    times the distance of ``default`` if that is larger. If the median is judged, no prompt may exceed
+    ``MOST_OF_ONE_PROMPT`` either. Prompts of each length are judged separately. The bound ``free`` is not checked,
+    since its results are meaningless.
     """
     checked: dict[str, list[Mapping[str, Any]]] = {}
     for run in runs:
@@ -111,7 +112,7 @@ def summarize(runs: Sequence[Run], tolerance: Tolerance = PLAIN) -> dict[str, An
                 length,
                 {arm: by_length[length] for arm, by_length in first.items()},
                 {arm: entries[length] for arm, entries in logits.items()},
-                tolerance,
+                (tolerance, of_lossy),
                 failures,
             )
             for length in first[arms.NCCL]
@@ -157,10 +158,12 @@ def _compare_with_nccl(
     length: str,
     logits: Mapping[str, Sequence[Sequence[float]]],
     entries: Mapping[str, dict[str, Any]],
-    tolerance: Tolerance,
+    tolerances: tuple[Tolerance, Tolerance],
     failures: list[str],
 ) -> float:
-    """Add the distances to ``entries``, and return the largest permitted distance.
+    """Add the distances to ``entries``, and return the largest permitted distance of exact arms.
+
+    ``tolerances``: of exact arms, and of lossy ones.
 
     Added are ``distances`` (of each prompt), ``distance_to_nccl`` (of the judged prompt), ``judged`` (which prompt that
     is) and ``same_first_token`` (number of prompts).
@@ -170,6 +173,7 @@ def _compare_with_nccl(
         if arm != arms.NCCL:
             pairs = list(zip(own, reference, strict=True))
             distances = [distance(a, b) for a, b in pairs]
+            tolerance = tolerances[arms.ARMS[arm].lossy]
             entries[arm] |= {
                 "distances": distances,
                 "distance_to_nccl": tolerance.of(distances),
@@ -177,11 +181,12 @@ def _compare_with_nccl(
                 "same_first_token": sum(int(np.argmax(a) == np.argmax(b)) for a, b in pairs),
             }
     theirs: float = entries.get(arms.DEFAULT, {}).get("distance_to_nccl", 0.0)
-    limit = max(tolerance.distance, TIMES_DEFAULT * theirs)
+    limits = [max(tolerance.distance, TIMES_DEFAULT * theirs) for tolerance in tolerances]
     for arm, entry in entries.items():
         is_ours = arms.ARMS[arm].llm_comm or arms.ARMS[arm].nccl_library
         if not is_ours:
             continue
+        limit, tolerance = limits[arms.ARMS[arm].lossy], tolerances[arms.ARMS[arm].lossy]
         # In this form a NaN fails.
         if not entry["distance_to_nccl"] <= limit:
             failures.append(
@@ -193,4 +198,4 @@ def _compare_with_nccl(
                 f"{arm}, prompts of {length} tokens: logits of one differ from nccl's by "
                 f"{max(entry['distances']):.3g}, more than {MOST_OF_ONE_PROMPT}"
             )
-    return limit
+    return limits[0]

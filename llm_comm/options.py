@@ -197,7 +197,7 @@ OPTIONS: dict[str, Option] = {
         Kind(parse_size, _is_size, f"bytes >= 0 and below 8 EiB ({_AS_TEXT})"),
         Alike.YES,
         _KERNELS,
-        "Smallest message that ``wire`` quantizes. Smaller ones are no faster on 2 H200 (docs/experiments/wire.md).",
+        "Smallest message that ``wire`` quantizes. None is, if exact messages of this size are declined.",
     ),
     "timeout_s": Option(
         Kind(
@@ -232,7 +232,7 @@ OPTIONS: dict[str, Option] = {
         ),
         Alike.YES,
         "a message between the bounds would be served on some ranks alone",
-        "Larger messages are declined. None takes the bound of the tuning table.",
+        "Larger messages are declined. None: the tuning table's bound, 256 MiB for quantized messages.",
     ),
     "max_blocks": Option(
         Kind(

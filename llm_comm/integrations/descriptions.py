@@ -10,7 +10,7 @@ from llm_comm.integrations.engine_config import EVERY_SIZE
 from llm_comm.options import MIB
 from llm_comm.planning.multicast import NO_MULTICAST, Multicast, why_not
 from llm_comm.planning.programs import NO_PROGRAMS, Kernels
-from llm_comm.planning.selection import exact_limit, is_quantized, message_limit
+from llm_comm.planning.selection import is_quantized, message_limit
 from llm_comm.planning.tables import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER, TuningTable, of_programs
 
 #: Log line for the first fused norm, with the number of ranks and the shape. The start line alone does not prove that
@@ -32,24 +32,30 @@ def describe_plans(
     programs: Mapping[str, Kernels] = NO_PROGRAMS,
 ) -> str:
     """Describe which algorithm serves which message sizes: "one_shot to 48 KiB, two_shot to 48 MiB, then vLLM"."""
-    limit = exact_limit(table, config)
+    limit = message_limit(ALL_REDUCE, table, config)
+    exact = limit
+    if is_quantized(limit, config):
+        exact = 0 if is_quantized(0, config) else config.wire_min_bytes
     algorithms = registry.operations()[ALL_REDUCE].algorithms
     usable = [a for a in algorithms if not why_not(a, config, multicast, is_forced=a.name == config.algorithm)]
     forced = {a.name for a in usable} & {config.algorithm}
     known = {(a.name, a.protocol) for a in usable}
     parts: list[tuple[str, int]] = []
-    for row in table.rows.get(ALL_REDUCE, ()):
+    for row in table.rows.get(ALL_REDUCE, ()) if exact else ():
         if (row.algorithm, row.protocol) not in known or (parts and row.up_to <= parts[-1][1]):
             continue
         algorithm = config.algorithm if forced else row.algorithm
         if parts and parts[-1][0] == algorithm:
             parts.pop()
-        parts.append((algorithm, min(row.up_to, limit)))
-        if row.up_to >= limit:
+        parts.append((algorithm, min(row.up_to, exact)))
+        if row.up_to >= exact:
             break
-    if not parts:
-        parts = [("what no table chose", limit)]
-    parts[-1] = (parts[-1][0], limit)  # the last row serves all larger messages
+    if exact and not parts:
+        parts = [("what no table chose", exact)]
+    if parts:
+        parts[-1] = (parts[-1][0], exact)  # the last row serves all larger messages
+    if exact < limit:
+        parts.append((next(a.name for a in usable if a.wire == config.wire), limit))
     words = [f"{algorithm} to {format_bytes(up_to)}" for algorithm, up_to in parts]
     by_programs = _describe_programs(table, config, limit, programs)
     if limit >= EVERY_SIZE:

@@ -26,7 +26,7 @@ from llm_comm.integrations.descriptions import (
 from llm_comm.integrations.engine_config import options_of
 from llm_comm.integrations.joining import NotJoinedError, SwitchedOffError, join
 from llm_comm.nodes.all_reduce import WHY_NOT_ALONE
-from llm_comm.planning.selection import message_limit
+from llm_comm.planning.selection import exact_limit, message_limit
 from llm_comm.planning.tables import ALL_REDUCE
 from llm_comm.runtime.rank_names import name_group
 
@@ -82,7 +82,7 @@ class Member:
         if communicator.nodes > 1:
             where = f"{communicator.nodes} nodes, {where}"
         if sums and communicator.nodes > 1:
-            limit = format_bytes(message_limit(ALL_REDUCE, table, config))
+            limit = format_bytes(exact_limit(table, config))
             plans = f"hierarchical to {limit}, then {engine}'s own"
             what = f"all-reduce {plans} ({table.describe()} in each node); {describe_gather_scatter(table, config)}"
         elif sums:

@@ -62,13 +62,15 @@ class MultiNodeGroup:
         world = sum(map(len, topology.nodes))
         self.handle = handle
         self.memory_kind = connected.memory_kind
+        # Sums over nodes are exact, and so is their size limit.
+        exact = config.replace(wire="none")
         #: Planner for all ranks: plans calls as a whole.
-        self.planner = Planner(world, planner.table, config, planner.limits, planner.multicast)
+        self.planner = Planner(world, planner.table, exact, planner.limits, planner.multicast)
         self._local_size = planner.world_size
         self._in_node = Planner(
             planner.world_size,
             planner.table,
-            config.replace(max_message_bytes=_EVERY_SIZE),
+            exact.replace(max_message_bytes=_EVERY_SIZE),
             planner.limits,
             planner.multicast,
         )

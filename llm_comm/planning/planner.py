@@ -36,8 +36,10 @@ class Planner:
         self._preferred: dict[tuple[str, int, int, int], bool] = {}
         self.table = table
         self.config = config
-        # A call that the named program does not serve is planned by the table, as if no algorithm was named.
-        self._config_of_tables = config.replace(algorithm="auto") if registry.is_program(config.algorithm) else config
+        # A call that the named program does not serve is planned by the table, as if no algorithm was named. It is also
+        # exact.
+        is_program = registry.is_program(config.algorithm)
+        self._config_of_tables = config.replace(algorithm="auto", wire="none") if is_program else config
         #: Compiled DSL programs, by the names that options and tables use. Equal on all ranks.
         self.programs: dict[str, Kernels] = {}
         self.limits = limits

@@ -22,8 +22,8 @@ _LINE_BYTES = 16
 # Smallest chunk in 16-byte lines of an operation with few blocks. The core takes fewer if staging memory is short.
 _FEWEST_LINES = 128
 _LINES_OF_FEW_BLOCKS = 4096
-#: Largest message that option ``wire`` quantizes where ``max_message_bytes`` is not set. Measured to 64 MiB, where NCCL
-#: takes twice as long for an exact sum (docs/experiments/wire.md).
+#: Largest message that option ``wire`` quantizes where ``max_message_bytes`` is not set. On 2 GPUs NCCL takes twice as
+#: long for an exact sum of 64 MiB (docs/experiments/wire.md). Larger messages and more ranks are not measured.
 MAX_WIRE_BYTES = 256 * MIB
 #: Bytes that a quantized element takes on the wire: 8 bits and its share of the fp32 scale of 64 elements.
 QUANTIZED_BYTES = 1 + 4 / 64

@@ -13,6 +13,7 @@ from reference import DTYPES, assert_bitwise_equal, assert_is_sum, rank_order_su
 
 from llm_comm import Communicator
 from llm_comm.bench.wire_reference import FORMAT_OF_WIRE, KERNEL_BLOCK, quantized_all_reduce
+from llm_comm.planning.selection import MAX_WIRE_BYTES
 from llm_comm.planning.tables import ALL_REDUCE, Row
 
 WORLD = 3
@@ -210,6 +211,11 @@ def over_nodes() -> list[str]:
             values = torch.arange(SMALLEST, dtype=torch.float32).remainder_(997)
             assert torch.equal(comm.all_reduce(values * (comm.rank + 1)), values * 6)
             assert comm.stats().bytes_saved == 0
+            # The limit is that of exact sums over nodes.
+            limit = comm.table.max_message_bytes
+            assert 0 < limit < MAX_WIRE_BYTES
+            assert comm.accepts(torch.empty(limit // 4))
+            assert not comm.accepts(torch.empty(limit // 4 + 1))
     finally:
         logger.removeHandler(handler)
     return said

@@ -223,8 +223,15 @@ BENCH: tuple[Mutant, ...] = (
     python(
         "the engine's own rounding is no measure",
         CHECKS,
-        "limit = max(tolerance.distance, TIMES_DEFAULT * theirs)",
-        "limit = tolerance.distance",
+        "max(tolerance.distance, TIMES_DEFAULT * theirs) for",
+        "tolerance.distance for",
+        OF_FIGURES,
+    ),
+    python(
+        "exact sums are judged like lossy ones",
+        CHECKS,
+        "limits[arms.ARMS[arm].lossy]",
+        "limits[True]",
         OF_FIGURES,
     ),
     python(

@@ -320,7 +320,7 @@ PLANNING: tuple[Mutant, ...] = (
     python(
         "the log names an algorithm for sizes that are not served",
         DESCRIPTIONS,
-        "if row.up_to >= limit:\n            break",
+        "if row.up_to >= exact:\n            break",
         "if False:\n            break",
         "tests/unit/test_integration_words.py",
     ),

@@ -297,6 +297,14 @@ def test_an_engine_that_takes_the_library_for_nccl_loads_no_other_part_of_llm_co
     assert not any("VLLM_NCCL_SO_PATH" in comparison.arm_environment(arm, settings) for arm in others)
 
 
+def test_the_check_quantizes_short_prompts() -> None:
+    wire = arms.ARMS["llm_comm_wire"]
+    of_check = comparison.arm_environment(wire, Settings("vllm", "", check=True))
+    assert (of_check["LLM_COMM_WIRE"], of_check["LLM_COMM_WIRE_MIN_BYTES"]) == ("fp8", "64K")
+    assert "LLM_COMM_WIRE_MIN_BYTES" not in comparison.arm_environment(wire, Settings("vllm", ""))
+    assert "LLM_COMM_WIRE" not in comparison.arm_environment(arms.ARMS["llm_comm"], Settings("vllm", "", check=True))
+
+
 def test_deterministic_mode_reaches_engine_and_llm_comm(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(llm_comm, "nccl_library", lambda: "/of/llm_comm.so")
     usual, mode = Settings("vllm", ""), Settings("vllm", "", deterministic=True)

@@ -376,6 +376,16 @@ def test_the_limit_is_the_tolerance_or_twice_the_distance_of_default() -> None:
     assert "limit" not in checks.summarize(runs[1:])
 
 
+def test_quantized_sums_have_a_tolerance_of_their_own() -> None:
+    logits = {"nccl": 0.0, "llm_comm": 0.03, "llm_comm_wire": 0.1}
+    assert checks.summarize([checked_prompts(arm, [x]) for arm, x in logits.items()])["passed"]
+    for arm, too_far, limit in (("llm_comm", 0.1, "0.04"), ("llm_comm_wire", 0.2, "0.15")):
+        result = checks.summarize([checked_prompts(a, [x]) for a, x in {**logits, arm: too_far}.items()])
+        assert result["failures"] == [
+            f"{arm}, prompts of 8 tokens: logits differ from nccl's by {too_far}, more than {limit}"
+        ]
+
+
 def checked_prompts(arm: str, distances: list[float]) -> Run:
     """A run whose logits are so far from those of ``[1, 1, -1, -1]``."""
     return of_logits(arm, {"8": [[1 + x, 1 - x, -1 + x, -1 - x] for x in distances]})

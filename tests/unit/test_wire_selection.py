@@ -93,6 +93,25 @@ def test_a_limit_of_exact_messages_is_none_of_quantized_ones(
         assert selection.message_limit(other, table, exact.replace(wire=wire)) == expected
 
 
+def test_a_forced_program_leaves_sums_exact() -> None:
+    table = NO_ROWS._replace(max_message_bytes=16 * MIB)
+    options = {"wire": "fp8", "dsl": "llm_comm.dsl.library:one_shot_ll", "algorithm": "dsl:one_shot_ll"}
+    assert plan_of(16 * MIB, table, **options).algorithm == "two_shot"
+    assert plan_of(16 * MIB + 2, table, **options).algorithm == "declined"
+    assert selection.message_limit(ALL_REDUCE, table, Config.load({}, **options)) == 16 * MIB
+
+
+@pytest.mark.parametrize("options", [{}, {"wire_min_bytes": 32 * MIB}, {"max_message_bytes": 64 * MIB}])
+@pytest.mark.parametrize("limit", [0, 4 * MIB, 16 * MIB, 512 * MIB])
+def test_what_is_within_the_limit_is_served(limit: int, options: dict[str, int]) -> None:
+    """torch.compile asks for the limit alone (``AllReduce.takes``)."""
+    config = Config.load({}, wire="fp8", **options)
+    of_config = planner(config, NO_ROWS._replace(max_message_bytes=limit))
+    for nbytes in (2, 4 * MIB, 16 * MIB, 16 * MIB + 2, 48 * MIB, 64 * MIB, 64 * MIB + 2, 256 * MIB, 256 * MIB + 2):
+        plan = of_config.lay_out(ALL_REDUCE, nbytes // 2, 0, "bf16").plan
+        assert (plan.algorithm == "declined") == (nbytes > of_config.message_limit(ALL_REDUCE)), f"{nbytes}: {plan}"
+
+
 @WIRES
 def test_other_operations_are_exact(wire: str) -> None:
     config = CONFIG.replace(wire=wire, wire_min_bytes=0)
@@ -276,6 +295,22 @@ def test_saved_bytes_are_counted_for_each_type() -> None:
 )
 def test_the_start_line_says_that_sums_are_lossy(options: dict[str, object], words: str) -> None:
     assert descriptions.describe_wire(Config.load({}, **options), 16 << 20) == words
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({}, "two_shot to 16 MiB, then vLLM"),
+        ({"wire": "fp8"}, "two_shot to 8 MiB, two_shot_fp8_hb to 256 MiB, then vLLM"),
+        ({"wire": "fp8", "max_message_bytes": 12 << 20}, "two_shot to 8 MiB, two_shot_fp8_hb to 12 MiB, then vLLM"),
+        ({"wire": "fp8", "wire_min_bytes": 32 << 20}, "two_shot to 16 MiB, then vLLM"),
+        ({"wire": "int8", "wire_min_bytes": 0}, "two_shot_int8_hb to 256 MiB, then vLLM"),
+        ({"wire": "int8", "algorithm": "two_shot_int8_hb"}, "two_shot_int8_hb to 256 MiB, then vLLM"),
+    ],
+)
+def test_the_start_line_says_who_adds(options: dict[str, object], words: str) -> None:
+    table = NO_ROWS._replace(max_message_bytes=16 * MIB)
+    assert descriptions.describe_plans(table, Config.load({}, **options), "vLLM") == words
 
 
 def test_a_batch_invariant_mode_is_an_error() -> None:
