@@ -292,10 +292,6 @@ struct TwoShotQuantizedHB : Chunked<Algorithm> {
     found.insert(found.begin(), {.blocks = blocks,
                                  .tile_lines = static_cast<uint32_t>(std::clamp(lines, kFewestLines, kMostLines)),
                                  .depth = kDepth});
-    for (const uint32_t tile_lines : {1280u, 1536u, 1792u}) {
-      const bool fits = Base::staging_bytes({blocks, tile_lines, 1, kDepth, 0}, problem.world) <= limits.staging_bytes;
-      if (fits && lines > kMostLines) found.push_back({.blocks = blocks, .tile_lines = tile_lines, .depth = kDepth});
-    }
     return found;
   }
 };
