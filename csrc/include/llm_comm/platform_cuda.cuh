@@ -385,18 +385,14 @@ LLM_COMM_DEVICE uint16_t float_to_fp16(float value) {
   return bits;
 }
 
-// Converts a pair with +0.0: the single-value form of the instruction needs sm_90.
-LLM_COMM_DEVICE uint16_t float_to_bf16(float value) {
-  uint32_t packed;
-  asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(packed) : "f"(0.0f), "f"(value));
-  return static_cast<uint16_t>(packed);
-}
-
 LLM_COMM_DEVICE uint32_t floats_to_bf16(float low, float high) {
   uint32_t packed;
   asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(packed) : "f"(high), "f"(low));
   return packed;
 }
+
+// As a pair: the single-value form of the instruction needs sm_90.
+LLM_COMM_DEVICE uint16_t float_to_bf16(float value) { return static_cast<uint16_t>(floats_to_bf16(value, 0.0f)); }
 
 LLM_COMM_DEVICE uint32_t floats_to_fp16(float low, float high) {
   uint32_t packed;
