@@ -276,9 +276,8 @@ struct TwoShotQuantizedHB : Chunked<Algorithm> {
     return Base::grid(problem, tiling, units, limits);
   }
 
-  // First a shape for any size, which was the fastest or near it from 1 to 64 MiB on 2 GPUs: a block for each
-  // multiprocessor, if the staging memory has room for them, and the longest chunks that give each block one, up to
-  // kMostLines.
+  // First a shape for any size, within 3 % of the fastest from 8 to 64 MiB on 2 GPUs: as many blocks as multiprocessors,
+  // if the staging memory has room for them. A block gets one chunk, or several of kMostLines.
   static std::vector<TuningParameters> candidates(const Problem& problem, const Limits& limits) {
     constexpr uint64_t kFewestLines = 64;
     constexpr uint64_t kMostLines = 1024;
