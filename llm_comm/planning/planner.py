@@ -34,12 +34,12 @@ class Planner:
         self.world_size = world_size
         #: Cached answers of prefers_layer, by operation, outputs, inputs and tokens. Engines ask before each layer.
         self._preferred: dict[tuple[str, int, int, int], bool] = {}
-        self.table = table
         self.config = config
         # A call that the named program does not serve is planned by the table, as if no algorithm was named. It is also
         # exact.
         is_program = registry.is_program(config.algorithm)
         self._config_of_tables = config.replace(algorithm="auto", wire="none") if is_program else config
+        self.table = table
         #: Compiled DSL programs, by the names that options and tables use. Equal on all ranks.
         self.programs: dict[str, Kernels] = {}
         self.limits = limits
@@ -56,6 +56,11 @@ class Planner:
     def table(self, table: TuningTable) -> None:
         self._table = table
         self._preferred.clear()
+        # Computed here because torch.compile traces the question, and cannot trace what the answer takes.
+        self._limits = {
+            operation: selection.message_limit(operation, table, self._config_of_tables)
+            for operation in registry.operations()
+        }
 
     def lay_out(
         self, operation: str, count: int, row: int, data_type: str, parameters: tuple[float, ...] = ()
@@ -79,7 +84,7 @@ class Planner:
 
     def message_limit(self, operation: str) -> int:
         """Return the size in bytes above which messages of ``operation`` are declined."""
-        return selection.message_limit(operation, self.table, self.config)
+        return self._limits[operation]
 
     def layer_choice(self, operation: str, outputs: int, inputs: int, tokens: int) -> _core.LinearChoice:
         """Return the launch config of a linear layer: from the table, or one that leaves the choice to the kernel."""
