@@ -14,7 +14,7 @@ import pytest
 import torch.distributed as dist
 from harness import RankPool, make_communicator
 
-from llm_comm import Communicator
+from llm_comm import Communicator, Config
 from llm_comm.bench import OPERATIONS, timing
 from llm_comm.bench.measuring import Bench, schedule_of
 from llm_comm.bench.tune_subjects import ELEMENT_BYTES, Subject, candidates, subjects_of
@@ -78,4 +78,4 @@ def test_large_messages(name: str, kinds: set[str], ranks: RankPool) -> None:
 
 @pytest.mark.parametrize("wire", ["fp8", "int8"])
 def test_quantized_messages(wire: str, ranks: RankPool) -> None:
-    ranks.run(2, check, "all-reduce", 4 << 20, {"HB"}, wire)
+    ranks.run(2, check, "all-reduce", Config.load({}).wire_min_bytes, {"HB"}, wire)
