@@ -112,7 +112,8 @@ def summarize(runs: Sequence[Run], tolerance: Tolerance = PLAIN, of_lossy: Toler
                 length,
                 {arm: by_length[length] for arm, by_length in first.items()},
                 {arm: entries[length] for arm, entries in logits.items()},
-                (tolerance, of_lossy),
+                tolerance,
+                of_lossy,
                 failures,
             )
             for length in first[arms.NCCL]
@@ -158,44 +159,49 @@ def _compare_with_nccl(
     length: str,
     logits: Mapping[str, Sequence[Sequence[float]]],
     entries: Mapping[str, dict[str, Any]],
-    tolerances: tuple[Tolerance, Tolerance],
+    tolerance: Tolerance,
+    of_lossy: Tolerance,
     failures: list[str],
 ) -> float:
     """Add the distances to ``entries``, and return the largest permitted distance of exact arms.
 
-    ``tolerances``: of exact arms, and of lossy ones.
-
     Added are ``distances`` (of each prompt), ``distance_to_nccl`` (of the judged prompt), ``judged`` (which prompt that
     is) and ``same_first_token`` (number of prompts).
     """
+
+    def tolerance_of(arm: str) -> Tolerance:
+        return of_lossy if arms.ARMS[arm].lossy else tolerance
+
     reference = logits[arms.NCCL]
     for arm, own in logits.items():
         if arm != arms.NCCL:
             pairs = list(zip(own, reference, strict=True))
             distances = [distance(a, b) for a, b in pairs]
-            tolerance = tolerances[arms.ARMS[arm].lossy]
             entries[arm] |= {
                 "distances": distances,
-                "distance_to_nccl": tolerance.of(distances),
-                "judged": tolerance.prompt,
+                "distance_to_nccl": tolerance_of(arm).of(distances),
+                "judged": tolerance_of(arm).prompt,
                 "same_first_token": sum(int(np.argmax(a) == np.argmax(b)) for a, b in pairs),
             }
     theirs: float = entries.get(arms.DEFAULT, {}).get("distance_to_nccl", 0.0)
-    limits = [max(tolerance.distance, TIMES_DEFAULT * theirs) for tolerance in tolerances]
+
+    def limit_of(tolerance: Tolerance) -> float:
+        return max(tolerance.distance, TIMES_DEFAULT * theirs)
+
     for arm, entry in entries.items():
         is_ours = arms.ARMS[arm].llm_comm or arms.ARMS[arm].nccl_library
         if not is_ours:
             continue
-        limit, tolerance = limits[arms.ARMS[arm].lossy], tolerances[arms.ARMS[arm].lossy]
+        limit = limit_of(tolerance_of(arm))
         # In this form a NaN fails.
         if not entry["distance_to_nccl"] <= limit:
             failures.append(
                 f"{arm}, prompts of {length} tokens: logits differ from nccl's by {entry['distance_to_nccl']:.3g}, "
                 f"more than {limit:.3g}"
             )
-        elif tolerance.by_median and not max(entry["distances"]) <= MOST_OF_ONE_PROMPT:
+        elif tolerance_of(arm).by_median and not max(entry["distances"]) <= MOST_OF_ONE_PROMPT:
             failures.append(
                 f"{arm}, prompts of {length} tokens: logits of one differ from nccl's by "
                 f"{max(entry['distances']):.3g}, more than {MOST_OF_ONE_PROMPT}"
             )
-    return limits[0]
+    return limit_of(tolerance)

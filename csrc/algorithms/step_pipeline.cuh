@@ -39,6 +39,18 @@ class ChunkBuffers {
     return of(comm_.rank, hop, t, sender);
   }
 
+  // Buffers that receive chunk t of the other ranks; of(i): of the i-th of them, in rank order.
+  class FromOthers {
+   public:
+    LLM_COMM_DEVICE FromOthers(const ChunkBuffers& buffers, uint32_t hop, uint32_t t)
+        : first_(buffers.from(hop, t, buffers.comm_.rank == 0 ? 1 : 0)), chunk_lines_(buffers.chunk_lines_) {}
+    LLM_COMM_DEVICE const Line* of(uint32_t i) const { return first_ + i * chunk_lines_; }
+
+   private:
+    const Line* first_;
+    uint32_t chunk_lines_;
+  };
+
   // Calls visit(owner, buffer) for each shard whose chunk t is sent through a buffer.
   template <class Visit>
   LLM_COMM_DEVICE void for_each_staged(uint32_t t, Visit visit) const {

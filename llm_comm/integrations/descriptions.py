@@ -10,7 +10,7 @@ from llm_comm.integrations.engine_config import EVERY_SIZE
 from llm_comm.options import MIB
 from llm_comm.planning.multicast import NO_MULTICAST, Multicast, why_not
 from llm_comm.planning.programs import NO_PROGRAMS, Kernels
-from llm_comm.planning.selection import is_quantized, message_limit
+from llm_comm.planning.selection import message_limit, smallest_quantized
 from llm_comm.planning.tables import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER, TuningTable, of_programs
 
 #: Log line for the first fused norm, with the number of ranks and the shape. The start line alone does not prove that
@@ -33,9 +33,8 @@ def describe_plans(
 ) -> str:
     """Describe which algorithm serves which message sizes: "one_shot to 48 KiB, two_shot to 48 MiB, then vLLM"."""
     limit = message_limit(ALL_REDUCE, table, config)
-    exact = limit
-    if is_quantized(limit, config):
-        exact = 0 if is_quantized(0, config) else config.wire_min_bytes
+    quantized_from = smallest_quantized(limit, config)
+    exact = limit if quantized_from is None else quantized_from
     algorithms = registry.operations()[ALL_REDUCE].algorithms
     usable = [a for a in algorithms if not why_not(a, config, multicast, is_forced=a.name == config.algorithm)]
     forced = {a.name for a in usable} & {config.algorithm}
@@ -78,9 +77,10 @@ def describe_wire(config: Config, limit: int) -> str:
 
     Returns "" if no message up to ``limit`` bytes is quantized.
     """
-    if not is_quantized(limit, config):
+    quantized_from = smallest_quantized(limit, config)
+    if quantized_from is None:
         return ""
-    smallest = "" if is_quantized(0, config) else f" from {format_bytes(config.wire_min_bytes)}"
+    smallest = f" from {format_bytes(quantized_from)}" if quantized_from else ""
     largest = "" if limit >= EVERY_SIZE else f" to {format_bytes(limit)}"
     return f"; all-reduces{smallest}{largest} are quantized ({config.wire}): lossy"
 

@@ -116,9 +116,16 @@ def wire_of(problem: Problem, config: Config) -> str:
     return config.wire if of_wire and problem.message_bytes() >= config.wire_min_bytes else ""
 
 
-def is_quantized(message_bytes: int, config: Config) -> bool:
-    """Return whether all-reduces of this many bytes are quantized. Alike for all data types."""
-    return bool(wire_of(Problem(ALL_REDUCE, message_bytes // 2, 0, "bf16", 2), config))
+def smallest_quantized(limit: int, config: Config) -> int | None:
+    """Return the size in bytes from which on all-reduces are quantized; None if none up to ``limit`` is. Alike for all
+    data types."""
+
+    def is_quantized(message_bytes: int) -> bool:
+        return bool(wire_of(Problem(ALL_REDUCE, message_bytes // 2, 0, "bf16", 2), config))
+
+    if not is_quantized(limit):
+        return None
+    return 0 if is_quantized(0) else config.wire_min_bytes
 
 
 def _saved_share(algorithm: registry.Algorithm, problem: Problem) -> float:
@@ -200,7 +207,8 @@ def message_limit(operation: str, table: TuningTable, config: Config) -> int:
     ``MAX_WIRE_BYTES``.
     """
     limit = exact_limit(table, config)
-    if operation == ALL_REDUCE and config.max_message_bytes is None and is_quantized(limit, config):
+    is_bound_of_table = config.max_message_bytes is None
+    if operation == ALL_REDUCE and is_bound_of_table and smallest_quantized(limit, config) is not None:
         return max(limit, MAX_WIRE_BYTES)
     # Larger messages would get the engine's norm, with another bitwise result.
     if config.batch_invariant_norm == "llm_comm":
@@ -222,15 +230,15 @@ def why_not_served(problem: Problem, table: TuningTable, config: Config) -> str:
         return why
     if problem.world_size == 1:
         return "one rank: nothing to exchange"
-    is_sum = problem.operation == ALL_REDUCE
-    limit = message_limit(ALL_REDUCE, table, config) if is_sum else exact_limit(table, config)
+    of_operation = message_limit(problem.operation, table, config)
+    limit = max(of_operation, exact_limit(table, config))
     is_whole = limits_whole_tensor(config)
     message_bytes = problem.whole_bytes() if is_whole else problem.message_bytes()
     if message_bytes > limit:
         what = "the whole tensor" if is_whole else "the largest shard"
         of_shards = f"{what} has {message_bytes} bytes, " if operation.has_shards else ""
         return f"{of_shards}more than max_message_bytes={limit}"
-    if message_bytes > message_limit(problem.operation, table, config):
+    if message_bytes > of_operation:
         return f"more than max_fused_bytes={table.max_fused_bytes} of {table.name}: two kernels are as fast"
     if not any(problem.data_type in algorithm.data_types for algorithm in operation.algorithms):
         return f"{problem.operation} has no kernels for {problem.data_type}"

@@ -203,8 +203,8 @@ BENCH: tuple[Mutant, ...] = (
     python(
         "one prompt may be far from nccl's where the median is judged",
         CHECKS,
-        'elif tolerance.by_median and not max(entry["distances"]) <= MOST_OF_ONE_PROMPT:',
-        'elif tolerance.by_median and not min(entry["distances"]) <= MOST_OF_ONE_PROMPT:',
+        'elif tolerance_of(arm).by_median and not max(entry["distances"]) <= MOST_OF_ONE_PROMPT:',
+        'elif tolerance_of(arm).by_median and not min(entry["distances"]) <= MOST_OF_ONE_PROMPT:',
         OF_FIGURES,
     ),
     python(
@@ -223,15 +223,15 @@ BENCH: tuple[Mutant, ...] = (
     python(
         "the engine's own rounding is no measure",
         CHECKS,
-        "max(tolerance.distance, TIMES_DEFAULT * theirs) for",
-        "tolerance.distance for",
+        "max(tolerance.distance, TIMES_DEFAULT * theirs)",
+        "tolerance.distance",
         OF_FIGURES,
     ),
     python(
         "exact sums are judged like lossy ones",
         CHECKS,
-        "limits[arms.ARMS[arm].lossy]",
-        "limits[True]",
+        "of_lossy if arms.ARMS[arm].lossy else tolerance",
+        "of_lossy",
         OF_FIGURES,
     ),
     python(

@@ -36,8 +36,8 @@ PLANNING: tuple[Mutant, ...] = (
     python(
         "the largest fused message is declined",
         SELECTION,
-        "if message_bytes > message_limit(problem.operation",
-        "if message_bytes >= message_limit(problem.operation",
+        "if message_bytes > of_operation",
+        "if message_bytes >= of_operation",
         FUSED_SHAPES,
     ),
     python(

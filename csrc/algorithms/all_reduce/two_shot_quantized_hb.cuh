@@ -44,7 +44,6 @@ class QuantizedSteps {
                                  uint32_t slice)
       : rank_(comm.rank),
         chunk_lines_(chunk_lines),
-        buffer_lines_(lines_of_quantized_chunk(chunk_lines)),
         chunks_(block, chunk_lines, slice),
         buffers_(comm, block, lines_of_quantized_chunk(chunk_lines), depth) {}
 
@@ -66,7 +65,7 @@ class QuantizedSteps {
   template <class Own>
   LLM_COMM_DEVICE void sum_for_all(const Team& team, uint32_t t, const Own& own) const {
     const typename Buffers::ToOthers others(buffers_, kSecondHop, t);
-    const Line* const incoming = buffers_.from(kFirstHop, t, rank_ == 0 ? 1 : 0);
+    const typename Buffers::FromOthers incoming(buffers_, kFirstHop, t);
     const uint32_t first = chunks_.first(t);
     const uint32_t lines = chunks_.lines(t, own.lines());
     struct Contributions {
@@ -79,7 +78,7 @@ class QuantizedSteps {
           Contributions all;
           all.own = k < lines ? own.load(first + k) : Line{};
           LLM_COMM_UNROLL(8)
-          for (uint32_t i = 0; i < World - 1; ++i) all.of_other[i] = get(incoming + i * buffer_lines_, k);
+          for (uint32_t i = 0; i < World - 1; ++i) all.of_other[i] = get(incoming.of(i), k);
           return all;
         },
         [&](uint32_t k, const Contributions& all) {
@@ -205,7 +204,6 @@ class QuantizedSteps {
 
   uint32_t rank_;
   uint32_t chunk_lines_;
-  uint32_t buffer_lines_;
   Chunks chunks_;
   Buffers buffers_;
 };
