@@ -24,11 +24,14 @@ struct Team {
   uint32_t threads;
   uint32_t thread;
 
-  // Team of a compute thread.
+  // Team of a compute thread. The last team has `LastShare` times the threads of each other one.
+  template <uint32_t LastShare>
   static LLM_COMM_DEVICE Team of(const HBSession& session, uint32_t teams) {
-    const uint32_t threads = session.workers() / teams;
-    const uint32_t number = session.worker() / threads;
-    return {number, threads, session.worker() - number * threads};
+    const uint32_t threads = session.workers() / (teams - 1 + LastShare);
+    const uint32_t place = session.worker() / threads;
+    const uint32_t number = LastShare == 1 || place < teams ? place : teams - 1;
+    const bool is_last = LastShare != 1 && number == teams - 1;
+    return {number, is_last ? LastShare * threads : threads, session.worker() - number * threads};
   }
   static LLM_COMM_DEVICE Team whole_block() { return {0, block_threads(), thread_index()}; }
 };
@@ -117,7 +120,7 @@ inline std::vector<uint32_t> up_to(uint32_t most, std::initializer_list<uint32_t
 }
 
 // Launch shape of chunked algorithms. Algorithm defines kTeams and shard_lines(problem, units), the lines of the
-// largest shard of a launch of `units` units.
+// largest shard of a launch of `units` units; or, for other chunks, tiles(), workers() and shared_bytes().
 template <class Algorithm>
 struct Chunked {
   static constexpr uint32_t kMaxDepth = 8;
@@ -135,6 +138,12 @@ struct Chunked {
            Algorithm::buffer_lines(tiling.tile_lines) * sizeof(Line);
   }
 
+  // Chunks of all blocks for each shard.
+  static constexpr uint64_t tiles(const Problem& problem, const Tiling& tiling, uint64_t units) {
+    return divide_up(Algorithm::shard_lines(problem, units), uint64_t{tiling.tile_lines});
+  }
+  static constexpr uint64_t shared_bytes() { return sizeof(Line); }
+
   // If the staging memory is too small, chunks shrink and the number of blocks stays.
   static Tiling tile(const Problem& problem, const TuningParameters& tuning, const Limits& limits) {
     Tiling tiling{tuning.blocks, tuning.tile_lines, 1, tuning.depth < kMinHBDepth ? kMinHBDepth : tuning.depth,
@@ -146,9 +155,11 @@ struct Chunked {
   }
 
   static Grid grid(const Problem& problem, const Tiling& tiling, uint64_t units, const Limits& limits) {
-    const uint64_t bytes = units * element_bytes(problem.type);
-    if (units >> 32 != 0) throw std::invalid_argument("a launch must have fewer than 2^32 elements");
-    if (tiling.launch_units < problem.count && tiling.launch_units * element_bytes(problem.type) % sizeof(Line) != 0) {
+    const uint64_t bytes = units * problem.unit_bytes();
+    if (units * problem.unit_elements() >> 32 != 0) {
+      throw std::invalid_argument("a launch must have fewer than 2^32 elements");
+    }
+    if (tiling.launch_units < problem.units() && tiling.launch_units * problem.unit_bytes() % sizeof(Line) != 0) {
       throw std::invalid_argument("launches must be whole lines");
     }
     if (staging_bytes(tiling, problem.world) > limits.staging_bytes) {
@@ -157,15 +168,20 @@ struct Chunked {
                                   std::to_string(limits.staging_bytes) +
                                   " bytes of staging memory: lower blocks or depth, or raise workspace_bytes");
     }
-    const uint64_t tiles = divide_up(Algorithm::shard_lines(problem, units), uint64_t{tiling.tile_lines});
+    const uint64_t tiles = Algorithm::tiles(problem, tiling, units);
     const uint64_t blocks = tiling.blocks < tiles ? tiling.blocks : tiles;
     if ((divide_up(tiles, blocks) + 2 * tiling.depth) >> kMaxStepsLog2 != 0) {
       throw std::invalid_argument("a message of " + std::to_string(bytes) +
                                   " bytes takes too many steps: raise blocks or tile_lines");
     }
-    const uint32_t workers = Algorithm::kTeams * team_threads(tiling.tile_lines);
+    const uint32_t workers = Algorithm::workers(problem, tiling);
     const uint32_t talkers = workers < HBSession::kFewestThreadsInWarps ? problem.world : kWarpThreads;
-    return {static_cast<uint32_t>(blocks), talkers + workers, static_cast<uint32_t>(sizeof(Line))};
+    return {static_cast<uint32_t>(blocks), talkers + workers, static_cast<uint32_t>(Algorithm::shared_bytes())};
+  }
+
+  // Compute threads of a block.
+  static constexpr uint32_t workers(const Problem&, const Tiling& tiling) {
+    return Algorithm::kTeams * team_threads(tiling.tile_lines);
   }
 
   // Two lines per thread, in whole warps. Chunks of a few lines, which only tests have, get a few threads.

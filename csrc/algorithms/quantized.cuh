@@ -14,8 +14,8 @@
 // Code::kReciprocal is 1 / Code::kLargest rounded down, so the largest finite value of a type stays finite.
 #pragma once
 
+#include "algorithms/line_elements.cuh"
 #include "llm_comm/fp8.cuh"
-#include "llm_comm/reduce.cuh"
 
 namespace llm_comm::inline LLM_COMM_TARGET {
 
@@ -89,12 +89,6 @@ struct QuantizedLine {
   };
   Codes codes;
   float scale;
-};
-
-// The values of a line. Functions take and return them by value: LLM_COMM_DEVICE_CALL then passes registers.
-template <uint32_t N>
-struct Values {
-  float of[N];
 };
 
 LLM_COMM_DEVICE bool is_finite(float x) { return (float_to_bits(x) & 0x7FFFFFFFu) < kInfinityBits; }
@@ -190,39 +184,5 @@ LLM_COMM_DEVICE Values<N> dequantize(const QuantizedLine<N>& line) {
   }
   return x;
 }
-
-// The elements of a line, as floats, and back. Two values are rounded by one instruction.
-template <DataType D>
-struct LineElements {
-  using E = Element<D>;
-  using Storage = typename E::Storage;
-  static constexpr uint32_t kCount = sizeof(Line) / sizeof(Storage);
-
-  static LLM_COMM_DEVICE Values<kCount> values(Line line) {
-    Values<kCount> x;
-    LLM_COMM_UNROLL(4)
-    for (uint32_t word = 0; word < 4; ++word) {
-      if constexpr (kCount == 4) {
-        x.of[word] = E::value(line.word[word]);
-      } else {
-        x.of[2 * word] = E::value(static_cast<Storage>(line.word[word]));
-        x.of[2 * word + 1] = E::high_value(line.word[word]);
-      }
-    }
-    return x;
-  }
-  static LLM_COMM_DEVICE Line round(const Values<kCount>& x) {
-    Line line;
-    LLM_COMM_UNROLL(4)
-    for (uint32_t word = 0; word < 4; ++word) {
-      if constexpr (kCount == 4) {
-        line.word[word] = E::round(x.of[word]);
-      } else {
-        line.word[word] = E::round_two(x.of[2 * word], x.of[2 * word + 1]);
-      }
-    }
-    return line;
-  }
-};
 
 }  // namespace llm_comm::inline LLM_COMM_TARGET

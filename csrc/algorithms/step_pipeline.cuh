@@ -27,11 +27,11 @@ inline constexpr uint32_t kFirstHop = 0;
 inline constexpr uint32_t kSecondHop = 1;
 
 // Buffers for the chunks of all blocks in one half of each rank's staging memory: 2 * depth stages, used round-robin.
-// Layout: [stage][block][sender][line], for each of the other ranks as sender.
-template <int World>
-class ChunkBuffers {
+// Layout: [stage][block][sender][line], for each of the other ranks as sender, and if `HasOwn` for the rank itself.
+template <int World, bool HasOwn>
+class ChunkBuffersOf {
  public:
-  LLM_COMM_DEVICE ChunkBuffers(const DeviceComm& comm, uint32_t block, uint32_t chunk_lines, uint32_t depth)
+  LLM_COMM_DEVICE ChunkBuffersOf(const DeviceComm& comm, uint32_t block, uint32_t chunk_lines, uint32_t depth)
       : comm_(comm), block_(block), chunk_lines_(chunk_lines), stages_(2 * depth) {}
 
   // Buffer on this rank that receives chunk t of `sender`.
@@ -39,10 +39,16 @@ class ChunkBuffers {
     return of(comm_.rank, hop, t, sender);
   }
 
+  // Buffer in which this rank keeps its own chunk t.
+  LLM_COMM_DEVICE Line* own(uint32_t hop, uint32_t t) const {
+    static_assert(HasOwn);
+    return of(comm_.rank, hop, t, comm_.rank);
+  }
+
   // Buffers that receive chunk t of the other ranks; of(i): of the i-th of them, in rank order.
   class FromOthers {
    public:
-    LLM_COMM_DEVICE FromOthers(const ChunkBuffers& buffers, uint32_t hop, uint32_t t)
+    LLM_COMM_DEVICE FromOthers(const ChunkBuffersOf& buffers, uint32_t hop, uint32_t t)
         : first_(buffers.from(hop, t, buffers.comm_.rank == 0 ? 1 : 0)), chunk_lines_(buffers.chunk_lines_) {}
     LLM_COMM_DEVICE const Line* of(uint32_t i) const { return first_ + i * chunk_lines_; }
 
@@ -73,7 +79,7 @@ class ChunkBuffers {
   // Stores lines of this rank's chunk t to the buffers of all peers.
   class ToOthers {
    public:
-    LLM_COMM_DEVICE ToOthers(const ChunkBuffers& buffers, uint32_t hop, uint32_t t) {
+    LLM_COMM_DEVICE ToOthers(const ChunkBuffersOf& buffers, uint32_t hop, uint32_t t) {
       const uint32_t rank = buffers.comm_.rank;
       LLM_COMM_UNROLL(8)
       for (uint32_t i = 1; i < World; ++i) targets_[i] = buffers.of((rank + i) % World, hop, t, rank);
@@ -98,8 +104,9 @@ class ChunkBuffers {
  private:
   // Buffer on `receiver` for chunk t of `sender`.
   LLM_COMM_DEVICE Line* of(uint32_t receiver, uint32_t hop, uint32_t t, uint32_t sender) const {
-    const uint64_t buffer =
-        (uint64_t{t % stages_} * block_count() + block_) * (World - 1) + among_others(sender, receiver);
+    constexpr uint32_t kSenders = HasOwn ? World : World - 1;
+    const uint64_t buffer = (uint64_t{t % stages_} * block_count() + block_) * kSenders +
+                            (HasOwn ? sender : among_others(sender, receiver));
     return staging_of(comm_, receiver, hop) + buffer * chunk_lines_;
   }
 
@@ -109,8 +116,14 @@ class ChunkBuffers {
   uint32_t stages_;
 };
 
+template <int World>
+using ChunkBuffers = ChunkBuffersOf<World, false>;
+template <int World>
+using ChunkBuffersWithOwn = ChunkBuffersOf<World, true>;
+
 // The pipeline of one block. A shard is a view with lines(), load(line) and store(line, value).
-template <DataType D, int World, class Buffers = ChunkBuffers<World>>
+// `LastShare`: as in Team::of().
+template <DataType D, int World, class Buffers = ChunkBuffers<World>, uint32_t LastShare = 1>
 class StepPipeline {
  public:
   // `shard_lines`: lines of the largest shard.
@@ -123,6 +136,9 @@ class StepPipeline {
         buffers_(comm, block, chunk_lines, depth) {}
 
   LLM_COMM_DEVICE uint32_t chunks() const { return chunks_.count(); }
+  // First line of chunk t in a shard.
+  LLM_COMM_DEVICE uint32_t first(uint32_t t) const { return chunks_.first(t); }
+  LLM_COMM_DEVICE const Buffers& buffers() const { return buffers_; }
 
   // Runs all steps. Each job belongs to one team: job(team, t) processes chunk t.
   template <class... Jobs>
@@ -133,7 +149,7 @@ class StepPipeline {
   template <class Ended, class... Jobs>
   LLM_COMM_DEVICE void run_and_tell(Ended ended, Jobs... jobs) const {
     const auto work = [&](uint32_t step) {
-      const Team team = Team::of(session_, sizeof...(Jobs));
+      const Team team = Team::of<LastShare>(session_, sizeof...(Jobs));
       uint32_t number = 0;
       const auto give = [&](const auto& job) {
         const uint32_t behind = number * depth_;

@@ -3,38 +3,11 @@
 #pragma once
 
 #include "algorithms/all_reduce/operation.cuh"
+#include "algorithms/line_elements.cuh"
 #include "algorithms/view_load.cuh"
 #include "llm_comm/reduce.cuh"
 
 namespace llm_comm::inline LLM_COMM_TARGET {
-
-// Loads the first `count` elements of an unaligned or partial line; the rest is zeros.
-template <DataType D>
-LLM_COMM_DEVICE_CALL Line load_elements(const typename Element<D>::Storage* first, uint64_t count) {
-  using Storage = typename Element<D>::Storage;
-  constexpr uint32_t kPerLine = sizeof(Line) / sizeof(Storage);
-  // Issues all loads before it uses any: a loop that stops at the end of the message would wait for each.
-  Storage element[kPerLine];
-  LLM_COMM_UNROLL(8)
-  for (uint32_t i = 0; i < kPerLine; ++i) element[i] = i < count ? first[i] : 0;
-  Line line{};
-  LLM_COMM_UNROLL(8)
-  for (uint32_t i = 0; i < kPerLine; ++i) {
-    line.word[i * sizeof(Storage) / 4] |= static_cast<uint32_t>(element[i]) << (i * sizeof(Storage) % 4 * 8);
-  }
-  return line;
-}
-
-// Stores the first `count` elements of a line, at most all of them.
-template <DataType D>
-LLM_COMM_DEVICE_CALL void store_elements(typename Element<D>::Storage* first, uint64_t count, Line line) {
-  using Storage = typename Element<D>::Storage;
-  constexpr uint32_t kPerLine = sizeof(Line) / sizeof(Storage);
-  LLM_COMM_UNROLL(8)
-  for (uint32_t i = 0; i < kPerLine; ++i) {
-    if (i < count) first[i] = static_cast<Storage>(line.word[i * sizeof(Storage) / 4] >> (i * sizeof(Storage) % 4 * 8));
-  }
-}
 
 // Input and output of this rank. The last line may be partial and pointers may be only element-aligned. Both cases take
 // the slow path, with zeros in place of missing elements.

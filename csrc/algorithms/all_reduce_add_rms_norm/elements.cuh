@@ -2,6 +2,7 @@
 #pragma once
 
 #include "algorithms/all_reduce_add_rms_norm/operation.cuh"
+#include "algorithms/line_elements.cuh"
 #include "llm_comm/reduce.cuh"
 
 namespace llm_comm::inline LLM_COMM_TARGET {
@@ -58,6 +59,7 @@ template <DataType D>
 class Elements {
  public:
   using Storage = typename Element<D>::Storage;
+  static constexpr bool kHoldsWords = false;
 
   LLM_COMM_DEVICE Elements(const AddRmsNormArgs& args, const void* tensor)
       : first_(static_cast<Storage*>(const_cast<void*>(tensor))),
@@ -103,6 +105,80 @@ class Elements {
  private:
   Storage* first_;
   const void* spare_;  // at least one line
+  bool is_aligned_;
+};
+
+// Elements, for kernels that hold many lines at a time. Unaligned tensors are accessed by calls, since their code behind
+// each access would make the compiler spill registers. A load begins at once.
+template <DataType D>
+class ElementLines {
+ public:
+  using Storage = typename Element<D>::Storage;
+  static constexpr bool kHoldsWords = true;  // values are kept in words of two elements
+  using Values = Pack<D, kElementsPerLine>;
+
+  LLM_COMM_DEVICE ElementLines(const AddRmsNormArgs&, const void* tensor)
+      : first_(static_cast<Storage*>(const_cast<void*>(tensor))),
+        is_aligned_(reinterpret_cast<uint64_t>(tensor) % sizeof(Line) == 0) {}
+
+  LLM_COMM_DEVICE uint64_t precomputed() const { return reinterpret_cast<uint64_t>(first_) + is_aligned_; }
+
+  LLM_COMM_DEVICE bool is_aligned() const { return is_aligned_; }
+  // Tells the compiler that the tensor is aligned.
+  LLM_COMM_DEVICE void assume_aligned() { is_aligned_ = true; }
+  // Calls run(tensor), compiled for both cases.
+  template <class Run>
+  LLM_COMM_DEVICE void visit(Run run) const {
+    ElementLines tensor = *this;
+    if (!is_aligned_) {
+      run(tensor);
+      return;
+    }
+    tensor.assume_aligned();
+    run(tensor);
+  }
+
+  class Load {
+   public:
+    LLM_COMM_DEVICE Load(const ElementLines& tensor, bool wanted, uint64_t index)
+        : tensor_(tensor), wanted_(wanted), index_(index) {}
+    LLM_COMM_DEVICE void begin() {
+      if (wanted_) line_ = tensor_.load_line(index_ / kElementsPerLine);
+    }
+    LLM_COMM_DEVICE Values end() const { return as_pack<D>(line_); }
+
+   private:
+    const ElementLines& tensor_;
+    bool wanted_;
+    uint64_t index_;
+    Line line_{};
+  };
+
+  template <uint32_t Width>
+  LLM_COMM_DEVICE Load load_of(bool wanted, uint64_t index) const {
+    return {*this, wanted, index};
+  }
+  template <uint32_t Width>
+  LLM_COMM_DEVICE Values load(uint64_t index) const {
+    return as_pack<D>(load_line(index / kElementsPerLine));
+  }
+  template <uint32_t Width>
+  LLM_COMM_DEVICE void store(uint64_t index, Values values) const {
+    const Line line = __builtin_bit_cast(Line, values);
+    if (is_aligned_) {
+      store_line(first_ + index, line);
+    } else {
+      store_elements<D>(first_ + index, kElementsPerLine, line);
+    }
+  }
+
+  LLM_COMM_DEVICE Line load_line(uint64_t line) const {
+    const Storage* const from = first_ + line * kElementsPerLine;
+    return is_aligned_ ? llm_comm::load_line(from) : load_elements<D>(from, kElementsPerLine);
+  }
+
+ private:
+  Storage* first_;
   bool is_aligned_;
 };
 

@@ -28,8 +28,9 @@ inline constexpr float kLeastGroupMagnitude = 1e-10f;
 inline constexpr float kLeastUe8m0Scale = 1e-10f;
 
 // `SingleRow`: the block processes one row. `Quantized`: the normed rows are FP8. Both are separate kernels, because
-// code that a kernel does not run slows down the code it runs (docs/experiments/cold_code.md).
-template <DataType D, uint32_t Width, bool SingleRow, bool Quantized>
+// code that a kernel does not run slows down the code it runs (docs/experiments/cold_code.md). `Tensor`: access to the
+// caller's tensors.
+template <DataType D, uint32_t Width, bool SingleRow, bool Quantized, template <DataType> class Tensor = Elements>
 class RmsNorm {
  public:
   using Values = Pack<D, Width>;
@@ -41,9 +42,11 @@ class RmsNorm {
   };
 
   // Every thread of the block constructs one, before grid_dependency_wait(). `partials`: start of shared memory. A
-  // row consists of spans of `span` lines. Tiles begin at multiples of tile_lines in each span.
-  LLM_COMM_DEVICE RmsNorm(const AddRmsNormArgs& args, float* partials, uint32_t span)
+  // row consists of spans of `span` lines. Tiles begin at multiples of tile_lines in each span. `leader`: a thread that
+  // norms every row.
+  LLM_COMM_DEVICE RmsNorm(const AddRmsNormArgs& args, float* partials, uint32_t span, uint32_t leader = 0)
       : args_(args),
+        leader_(leader),
         residual_(args, args.residual),
         weight_(args, args.weight),
         normed_(args, args.normed),
@@ -58,7 +61,7 @@ class RmsNorm {
     for (uint32_t i = chunks_ + thread_index(); i < kMaxChunks; i += block_threads()) {
       for_each_set(has_magnitudes, [&](uint32_t set) { partials_[set * kMaxChunks + i] = 0.0f; });
     }
-    if (thread_index() == 0) {
+    if (leads()) {
       for_each_set(has_magnitudes, [&](uint32_t set) {
         delivery_init(deliveries_ + set, chunks_, args_.cluster_blocks);
         expect(set);
@@ -76,13 +79,25 @@ class RmsNorm {
   // A thread whose operation may not begin still delivers what others wait for, but stores nothing.
   LLM_COMM_DEVICE void set_begun(bool begun) { stores_ = begun; }
 
+  // Whether all tensors are aligned. Then run(norm) may be called with a copy that has no code for others.
+  LLM_COMM_DEVICE bool is_aligned() const {
+    return residual_.is_aligned() && weight_.is_aligned() && normed_.is_aligned() && new_residual_.is_aligned();
+  }
+  template <class Run>
+  LLM_COMM_DEVICE void run_aligned(Run run) {
+    RmsNorm copy = *this;
+    for (Tensor<D>* tensor : {&copy.residual_, &copy.weight_, &copy.normed_, &copy.new_residual_}) tensor->assume_aligned();
+    run(copy);
+    rows_ = copy.rows_;
+  }
+
   // Sum of addresses. Passing it to the grid wait makes the compiler compute them before the wait.
   LLM_COMM_DEVICE uint64_t precomputed() const { return normed_.precomputed() + new_residual_.precomputed(); }
 
-  LLM_COMM_DEVICE PackLoad<D, Width> residual_load(uint32_t row, Position at) const {
+  LLM_COMM_DEVICE auto residual_load(uint32_t row, Position at) const {
     return residual_.template load_of<Width>(at.exists && args_.residual != nullptr, element(row, at));
   }
-  LLM_COMM_DEVICE PackLoad<D, Width> weight_load(Position at) const {
+  LLM_COMM_DEVICE auto weight_load(Position at) const {
     return weight_.template load_of<Width>(at.exists, at.index);
   }
   LLM_COMM_DEVICE Values load_residual(uint32_t row, Position at) const {
@@ -105,10 +120,12 @@ class RmsNorm {
   LLM_COMM_DEVICE Values add(uint32_t row, Position at, Values sums, Values residual) const {
     Values result = sums;
     if (args_.residual != nullptr) {
+      const Floats a = floats(sums);
+      const Floats b = floats(residual);
+      Floats x;
       LLM_COMM_UNROLL(8)
-      for (uint32_t i = 0; i < Width; ++i) {
-        result.element[i] = E::round(E::value(sums.element[i]) + E::value(residual.element[i]));
-      }
+      for (uint32_t i = 0; i < Width; ++i) x.of[i] = a.of[i] + b.of[i];
+      result = rounded(x);
     }
     if (at.exists && stores_) new_residual_.template store<Width>(element(row, at), result);
     float squares = at.exists ? sum_of_squares(result) : 0.0f;
@@ -137,6 +154,12 @@ class RmsNorm {
         step(at, at.exists ? new_residual_.template load<Width>(element(row, at)) : Values{}, load_weight(at));
       }
     };
+    finish_tiles(row, each_tile, static_scale);
+  }
+  // finish() of values that the caller holds. each_tile(step): calls step(position, values, weight) for all of this
+  // thread.
+  template <class EachTile>
+  LLM_COMM_DEVICE void finish_tiles(uint32_t row, EachTile each_tile, float static_scale) {
     const float squares = combine_partials(set_of_row(), [](float a, float b) { return a + b; });
     const float factor = reciprocal_sqrt(multiply_add(squares, args_.reciprocal_hidden, args_.epsilon));
     if constexpr (!Quantized) {
@@ -161,7 +184,7 @@ class RmsNorm {
       });
       // Divides, as vLLM does. Multiplying by the reciprocal would give other bits.
       const float scale = larger(combine_partials(2 + set_of_row(), &larger) / kLargestE4m3, kSmallestScale);
-      if (stores_ && cluster_block_rank() == 0 && thread_index() == 0) args_.scale[row] = scale;
+      if (stores_ && cluster_block_rank() == 0 && leads()) args_.scale[row] = scale;
       each_tile([&](Position at, Values x, Values w) {
         store_quantized(row, at, normalize(x, w, factor), [&](float value) { return value / scale; });
       });
@@ -205,7 +228,33 @@ class RmsNorm {
     }
   }
 
+  using Floats = llm_comm::Values<Width>;
+
+  // Two elements of a line are rounded by one instruction, and stay in one register.
+  static LLM_COMM_DEVICE Floats floats(Values values) {
+    if constexpr (Tensor<D>::kHoldsWords) {
+      return LineElements<D>::values(__builtin_bit_cast(Line, values));
+    } else {
+      Floats x;
+      LLM_COMM_UNROLL(8)
+      for (uint32_t i = 0; i < Width; ++i) x.of[i] = E::value(values.element[i]);
+      return x;
+    }
+  }
+  static LLM_COMM_DEVICE Values rounded(const Floats& x) {
+    if constexpr (Tensor<D>::kHoldsWords) {
+      return __builtin_bit_cast(Values, LineElements<D>::round(x));
+    } else {
+      Values values;
+      LLM_COMM_UNROLL(8)
+      for (uint32_t i = 0; i < Width; ++i) values.element[i] = E::round(x.of[i]);
+      return values;
+    }
+  }
+
   LLM_COMM_DEVICE uint32_t set_of_row() const { return rows_ % 2; }
+
+  LLM_COMM_DEVICE bool leads() const { return thread_index() == leader_; }
 
   LLM_COMM_DEVICE void expect(uint32_t set) const { delivery_expect(deliveries_ + set, chunks_, args_.cluster_blocks); }
 
@@ -217,13 +266,10 @@ class RmsNorm {
   // Width. The fused multiply-add is explicit, because the compiler may choose which product of a * a + b * b it
   // rounds.
   static LLM_COMM_DEVICE float sum_of_squares(Values values) {
+    const Floats x = floats(values);
     float sums[Width / 2];
     LLM_COMM_UNROLL(4)
-    for (uint32_t i = 0; i < Width / 2; ++i) {
-      const float a = E::value(values.element[2 * i]);
-      const float b = E::value(values.element[2 * i + 1]);
-      sums[i] = multiply_add(b, b, a * a);
-    }
+    for (uint32_t i = 0; i < Width / 2; ++i) sums[i] = multiply_add(x.of[2 * i + 1], x.of[2 * i + 1], x.of[2 * i] * x.of[2 * i]);
     LLM_COMM_UNROLL(2)
     for (uint32_t n = Width / 4; n > 0; n /= 2) {
       LLM_COMM_UNROLL(2)
@@ -265,7 +311,7 @@ class RmsNorm {
   LLM_COMM_DEVICE float combine_partials(uint32_t set, Combine combine) const {
     delivery_wait(deliveries_ + set, rows_ / 2 % 2);
     // Arm the set for the next row but one.
-    if (!SingleRow && thread_index() == 0) expect(set);
+    if (!SingleRow && leads()) expect(set);
     const auto four = [&](const Line& partial) {
       return combine(combine(bits_to_float(partial.word[0]), bits_to_float(partial.word[1])),
                      combine(bits_to_float(partial.word[2]), bits_to_float(partial.word[3])));
@@ -282,25 +328,22 @@ class RmsNorm {
   }
 
   static LLM_COMM_DEVICE float largest_of(Values values) {
+    const Floats x = floats(values);
     float magnitude = 0.0f;
     LLM_COMM_UNROLL(8)
-    for (uint32_t i = 0; i < Width; ++i) {
-      const float value = E::value(values.element[i]);
-      magnitude = larger(magnitude, value < 0.0f ? -value : value);
-    }
+    for (uint32_t i = 0; i < Width; ++i) magnitude = larger(magnitude, x.of[i] < 0.0f ? -x.of[i] : x.of[i]);
     return magnitude;
   }
 
   // Rounds once, at the end, with or without weight_bias, like GemmaRMSNorm of vLLM and SGLang. vLLM's RMSNorm also
   // rounds before it multiplies by the weight.
   LLM_COMM_DEVICE Values normalize(Values values, Values weight, float factor) const {
-    Values result;
+    const Floats x = floats(values);
+    const Floats gamma = floats(weight);
+    Floats result;
     LLM_COMM_UNROLL(8)
-    for (uint32_t i = 0; i < Width; ++i) {
-      const float gamma = E::value(weight.element[i]) + args_.weight_bias;
-      result.element[i] = E::round(E::value(values.element[i]) * factor * gamma);
-    }
-    return result;
+    for (uint32_t i = 0; i < Width; ++i) result.of[i] = x.of[i] * factor * (gamma.of[i] + args_.weight_bias);
+    return rounded(result);
   }
 
   // Bitwise the scale of vLLM's per_token_group_quant_8bit kernels
@@ -318,9 +361,10 @@ class RmsNorm {
   template <class Scaled>
   LLM_COMM_DEVICE void store_quantized(uint32_t row, Position at, Values values, Scaled scaled) const {
     if (!at.exists || !stores_) return;
+    const Floats x = floats(values);
     Bytes quantized;
     LLM_COMM_UNROLL(8)
-    for (uint32_t i = 0; i < Width; ++i) quantized.element[i] = float_to_e4m3(scaled(E::value(values.element[i])));
+    for (uint32_t i = 0; i < Width; ++i) quantized.element[i] = float_to_e4m3(scaled(x.of[i]));
     uint8_t* const to = static_cast<uint8_t*>(args_.normed) + element(row, at);
     if (reinterpret_cast<uint64_t>(args_.normed) % Width == 0) {
       *reinterpret_cast<Bytes*>(to) = quantized;
@@ -330,10 +374,11 @@ class RmsNorm {
   }
 
   const AddRmsNormArgs& args_;
-  Elements<D> residual_;
-  Elements<D> weight_;
-  Elements<D> normed_;
-  Elements<D> new_residual_;
+  uint32_t leader_;
+  Tensor<D> residual_;
+  Tensor<D> weight_;
+  Tensor<D> normed_;
+  Tensor<D> new_residual_;
   float* partials_;
   uint64_t* deliveries_;  // one for each set
   uint32_t chunks_;
