@@ -37,12 +37,13 @@ inline void quantize_and_back(std::vector<float>& block) {
   }
 }
 
-// Element i of the sum that TwoShotQuantizedHB makes, as bits; input(r, j) returns element j of rank r.
+// Element i of a sum of `count` elements, as bits, where each rank adds `slice` elements, in whole blocks; input(r, j)
+// returns element j of rank r.
 template <Wire W, class Input>
-inline uint32_t quantized_sum_of_one(DataType type, uint32_t world, uint64_t count, uint64_t i, Input input) {
+inline uint32_t quantized_sum_of_one(DataType type, uint32_t world, uint64_t count, uint64_t slice, uint64_t i,
+                                     Input input) {
   return for_type(type, [&]<DataType D>() -> uint32_t {
     using E = Element<D>;
-    const uint64_t slice = divide_up(divide_up(count, uint64_t{kQuantizedBlock}), uint64_t{world}) * kQuantizedBlock;
     const uint64_t first = i / kQuantizedBlock * kQuantizedBlock;
     const uint64_t elements = count - first < kQuantizedBlock ? count - first : kQuantizedBlock;
     std::vector<float> sum(elements);

@@ -49,11 +49,14 @@ class ChunkBuffersOf {
   class FromOthers {
    public:
     LLM_COMM_DEVICE FromOthers(const ChunkBuffersOf& buffers, uint32_t hop, uint32_t t)
-        : first_(buffers.from(hop, t, buffers.comm_.rank == 0 ? 1 : 0)), chunk_lines_(buffers.chunk_lines_) {}
-    LLM_COMM_DEVICE const Line* of(uint32_t i) const { return first_ + i * chunk_lines_; }
+        : first_(buffers.from(hop, t, !HasOwn && buffers.comm_.rank == 0 ? 1 : 0)),
+          rank_(buffers.comm_.rank),
+          chunk_lines_(buffers.chunk_lines_) {}
+    LLM_COMM_DEVICE const Line* of(uint32_t i) const { return first_ + (HasOwn && i >= rank_ ? i + 1 : i) * chunk_lines_; }
 
    private:
     const Line* first_;
+    uint32_t rank_;
     uint32_t chunk_lines_;
   };
 

@@ -253,11 +253,22 @@ class FusedCall final : public Call {
   }
 
   // Squares are summed in double precision: `normed` may differ by a rounding, the residual may not.
+  uint16_t expect_sum(uint64_t i) const {
+    const auto input = [&](uint32_t rank, uint64_t j) { return input_[rank][j]; };
+    uint32_t sum = sum_of_one(D, ranks_, [&](uint32_t rank) { return input(rank, i); });
+    Registry::at(algorithm_, [&]<class A>() {
+      if constexpr (requires { &A::template expect_sum<decltype(input)>; }) {
+        sum = A::expect_sum(problem_, tiling_, i, input);
+      }
+    });
+    return static_cast<uint16_t>(sum);
+  }
+
   void expect_row(uint32_t row) {
     const uint32_t hidden = lines_ * kElementsPerLine;
     double squares = 0;
     for (uint32_t i = row * hidden; i < (row + 1) * hidden; ++i) {
-      const auto reduced = static_cast<uint16_t>(sum_of_one(D, ranks_, [&](uint32_t rank) { return input_[rank][i]; }));
+      const uint16_t reduced = expect_sum(i);
       expected_residual_.push_back(E::round(E::value(reduced) + E::value(residual_[i])));
       squares += std::pow(static_cast<double>(E::value(expected_residual_.back())), 2);
     }

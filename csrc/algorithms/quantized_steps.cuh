@@ -1,0 +1,234 @@
+// QuantizedSteps: the jobs of StepPipeline for quantized values: contributions and sums travel with 8 bits an element and
+// a scale for each block (quantized.cuh).
+//
+// A buffer of a chunk holds the codes of its lines, then the scales of its blocks. step_pipeline.cuh proves that buffers
+// may be reused.
+#pragma once
+
+#include "algorithms/quantized.cuh"
+#include "algorithms/step_pipeline.cuh"
+
+namespace llm_comm::inline LLM_COMM_TARGET {
+
+// Chunks are multiples of this: the lanes of whole warps, and whole blocks of any type.
+inline constexpr uint32_t kQuantizedChunkLines = kWarpThreads;
+// Lines of the buffer of a chunk of `lines` lines: half of them for codes, of one byte in place of two or four, and one
+// for the scales of each kQuantizedChunkLines.
+LLM_COMM_HOST_DEVICE constexpr uint32_t lines_of_quantized_chunk(uint32_t lines) {
+  return lines / kQuantizedChunkLines * (kQuantizedChunkLines / 2 + 1);
+}
+
+// Jobs of the teams of a block: what each does with chunk t of a slice. A slice is a view of lines, as in StepPipeline.
+template <DataType D, int World, Wire W, class Buffers = ChunkBuffers<World>>
+class QuantizedSteps {
+ public:
+  LLM_COMM_DEVICE QuantizedSteps(const DeviceComm& comm, uint32_t block, uint32_t chunk_lines, uint32_t depth,
+                                 uint32_t slice)
+      : rank_(comm.rank),
+        room_((chunk_lines + kQuantizedChunkLines - 1) / kQuantizedChunkLines * kQuantizedChunkLines),
+        chunks_(block, chunk_lines, slice),
+        buffers_(comm, block, lines_of_quantized_chunk(room_), depth) {}
+
+  // Quantizes this rank's contributions to the slices of other owners, and sends them.
+  template <class SliceOf>
+  LLM_COMM_DEVICE void stage(const Team& team, uint32_t t, SliceOf slice_of) const {
+    buffers_.for_each_staged(t, [&](uint32_t owner, Line* staged) {
+      const auto& slice = slice_of(owner);
+      const uint32_t first = chunks_.first(t);
+      const uint32_t lines = chunks_.lines(t, slice.lines());
+      send_rows<kMovedTogether>(
+          team, lines, [&](uint32_t k) { return k < lines ? slice.load(first + k) : Line{}; },
+          [&](uint32_t, Line line) { return quantize<W>(LineElements<D>::values(line)); },
+          [&](auto store) { store(staged); });
+    });
+  }
+
+  // Adds the contributions to this rank's slice, sends the quantized sums to all peers, and stores them to `own`.
+  template <class Own>
+  LLM_COMM_DEVICE void sum_for_all(const Team& team, uint32_t t, const Own& own) const {
+    const typename Buffers::ToOthers others(buffers_, kSecondHop, t);
+    const uint32_t first = chunks_.first(t);
+    const uint32_t lines = chunks_.lines(t, own.lines());
+    sum(
+        team, t, own, [&](uint32_t k, const Quantized& sum) { store(own, first, k, lines, sum); },
+        [&](auto send) { others.for_each(send); });
+  }
+  // The same, with the quantized sums in this rank's own buffer.
+  template <class Own>
+  LLM_COMM_DEVICE void sum_and_keep(const Team& team, uint32_t t, const Own& own) const {
+    const typename Buffers::ToOthers others(buffers_, kSecondHop, t);
+    Line* const kept = buffers_.own(kSecondHop, t);
+    sum(
+        team, t, own, [](uint32_t, const Quantized&) {},
+        [&](auto send) {
+          others.for_each(send);
+          send(kept);
+        });
+  }
+
+  // The sums of all ranks in chunk t, where each rank keeps its own too.
+  class Sums {
+   public:
+    LLM_COMM_DEVICE Sums(const QuantizedSteps& steps, uint32_t t)
+        : steps_(steps),
+          first_(steps.buffers_.from(kSecondHop, t, 0)),
+          buffer_lines_(lines_of_quantized_chunk(steps.room_)) {}
+    // Line k of the part that `owner` has added.
+    LLM_COMM_DEVICE Line load(uint32_t owner, uint32_t k) const {
+      return LineElements<D>::round(dequantize<W>(steps_.get(first_ + owner * buffer_lines_, k)));
+    }
+
+   private:
+    const QuantizedSteps& steps_;
+    const Line* first_;
+    uint32_t buffer_lines_;
+  };
+
+  // Dequantizes the sums of the other owners.
+  template <class SliceOf>
+  LLM_COMM_DEVICE void collect(const Team& team, uint32_t t, SliceOf slice_of) const {
+    LLM_COMM_UNROLL(1)
+    for (uint32_t i = 1; i < World; ++i) {
+      const uint32_t owner = (rank_ + i) % World;
+      const auto& slice = slice_of(owner);
+      const Line* const sent = buffers_.from(kSecondHop, t, owner);
+      const uint32_t first = chunks_.first(t);
+      const uint32_t lines = chunks_.lines(t, slice.lines());
+      for_each_row<kMovedTogether>(
+          team, lines, [&](uint32_t k) { return get(sent, k); },
+          [&](uint32_t k, uint32_t, const Quantized& sum) { store(slice, first, k, lines, sum); },
+          [](uint32_t, uint32_t) {});
+    }
+  }
+
+ private:
+  static constexpr uint32_t kPerLine = LineElements<D>::kCount;
+  using Quantized = QuantizedLine<kPerLine>;
+  using Codes = typename Quantized::Codes;
+  static constexpr uint32_t kBlockLines = kQuantizedBlock / kPerLine;
+  static constexpr uint32_t kRowBlocks = kWarpThreads / kBlockLines;
+  // Rows whose loads a thread has in flight together. More cost registers, which the compiler then spills.
+  static constexpr uint32_t kMovedTogether = World == 2 ? 1 : 2;
+  static constexpr uint32_t kSummedTogether = World == 2 ? 2 : 1;
+
+  // Adds the contributions to this rank's slice. take(k, sum) gets the quantized sums; for_each_buffer(send) calls
+  // send(buffer) for each buffer that they are stored to.
+  template <class Own, class Take, class ForEachBuffer>
+  LLM_COMM_DEVICE void sum(const Team& team, uint32_t t, const Own& own, Take take,
+                           ForEachBuffer for_each_buffer) const {
+    const typename Buffers::FromOthers incoming(buffers_, kFirstHop, t);
+    const uint32_t first = chunks_.first(t);
+    const uint32_t lines = chunks_.lines(t, own.lines());
+    struct Contributions {
+      Line own;
+      Quantized of_other[World - 1];
+    };
+    send_rows<kSummedTogether>(
+        team, lines,
+        [&](uint32_t k) {
+          Contributions all;
+          all.own = k < lines ? own.load(first + k) : Line{};
+          LLM_COMM_UNROLL(8)
+          for (uint32_t i = 0; i < World - 1; ++i) all.of_other[i] = get(incoming.of(i), k);
+          return all;
+        },
+        [&](uint32_t k, const Contributions& all) {
+          const Quantized sum = quantize<W>(sum_of(all.own, all.of_other));
+          take(k, sum);
+          return sum;
+        },
+        for_each_buffer);
+  }
+
+  // Loads and processes `lines` lines, rounded up to whole rows of kWarpThreads, since all lanes of a warp call
+  // quantize(). Each warp has consecutive rows and goes through them in groups of up to kBlockLines. It loads `Batch`
+  // rows at a time, calls process(line, row of the group, loaded line), and after each group
+  // end_group(first row, rows).
+  template <uint32_t Batch, class Load, class Process, class EndGroup>
+  static LLM_COMM_DEVICE void for_each_row(const Team& team, uint32_t lines, Load load, Process process,
+                                           EndGroup end_group) {
+    const uint32_t rows = (lines + kWarpThreads - 1) / kWarpThreads;
+    const uint32_t warps = team.threads / kWarpThreads;
+    const uint32_t rows_of_warp = (rows + warps - 1) / warps;
+    const uint32_t lane = team.thread % kWarpThreads;
+    const uint32_t begin = team.thread / kWarpThreads * rows_of_warp;
+    const uint32_t end = begin + rows_of_warp < rows ? begin + rows_of_warp : rows;
+    LLM_COMM_UNROLL(1)
+    for (uint32_t first = begin; first < end; first += kBlockLines) {
+      const uint32_t group = end - first < kBlockLines ? end - first : kBlockLines;
+      LLM_COMM_UNROLL(1)
+      for (uint32_t row = 0; row < group; row += Batch) {
+        decltype(load(0)) loaded[Batch];
+        LLM_COMM_UNROLL(4)
+        for (uint32_t j = 0; j < Batch; ++j) {
+          if (row + j < group) loaded[j] = load((first + row + j) * kWarpThreads + lane);
+        }
+        LLM_COMM_UNROLL(4)
+        for (uint32_t j = 0; j < Batch; ++j) {
+          if (row + j < group) process((first + row + j) * kWarpThreads + lane, row + j, loaded[j]);
+        }
+      }
+      end_group(first, group);
+    }
+  }
+
+  // for_each_row() of lines that are sent as quantized_of(line, loaded line). for_each_buffer(store): calls
+  // store(buffer) for each buffer that receives them. The scales of a group are sent with one store of a warp, since
+  // small packets waste bandwidth of the links.
+  template <uint32_t Batch, class Load, class QuantizedOf, class ForEachBuffer>
+  LLM_COMM_DEVICE void send_rows(const Team& team, uint32_t lines, Load load, QuantizedOf quantized_of,
+                                 ForEachBuffer for_each_buffer) const {
+    const uint32_t lane = team.thread % kWarpThreads;
+    const uint32_t row_of_lane = lane % kBlockLines;  // each lane sends the scale of one block of the group
+    float scale = 0;
+    for_each_row<Batch>(
+        team, lines, load,
+        [&](uint32_t k, uint32_t row, const auto& loaded) {
+          const Quantized line = quantized_of(k, loaded);
+          for_each_buffer([&](Line* buffer) { store_plain(reinterpret_cast<Codes*>(buffer) + k, line.codes); });
+          if (row == row_of_lane) scale = line.scale;
+        },
+        [&](uint32_t first, uint32_t rows) {
+          if (row_of_lane >= rows) return;
+          const uint32_t block = (first + row_of_lane) * kRowBlocks + lane / kBlockLines;
+          for_each_buffer([&](Line* buffer) { store_plain(scales(buffer) + block, scale); });
+        });
+  }
+
+  // The sum of a line in rank order.
+  LLM_COMM_DEVICE Values<kPerLine> sum_of(Line own, const Quantized (&of_other)[World - 1]) const {
+    Values<kPerLine> sum;
+    const auto add = [&](bool is_first, const Values<kPerLine>& x) {
+      LLM_COMM_UNROLL(8)
+      for (uint32_t i = 0; i < kPerLine; ++i) sum.of[i] = is_first ? x.of[i] : sum.of[i] + x.of[i];
+    };
+    LLM_COMM_UNROLL(8)
+    for (uint32_t i = 0; i < World; ++i) {
+      if (i == rank_) add(i == 0, LineElements<D>::values(own));
+      if (i < World - 1) add(i == 0 && rank_ != 0, dequantize<W>(of_other[i]));
+    }
+    return sum;
+  }
+
+  LLM_COMM_DEVICE float* scales(Line* buffer) const {
+    return reinterpret_cast<float*>(reinterpret_cast<Codes*>(buffer) + room_);
+  }
+  LLM_COMM_DEVICE Quantized get(const Line* buffer, uint32_t k) const {
+    return {load_plain(reinterpret_cast<const Codes*>(buffer) + k),
+            load_plain(scales(const_cast<Line*>(buffer)) + k / kBlockLines)};
+  }
+
+  template <class Target>
+  static LLM_COMM_DEVICE void store(const Target& target, uint32_t first, uint32_t k, uint32_t lines,
+                                    const Quantized& sum) {
+    const Values<kPerLine> x = dequantize<W>(sum);
+    if (k < lines) target.store(first + k, LineElements<D>::round(x));
+  }
+
+  uint32_t rank_;
+  uint32_t room_;  // lines of a chunk in a buffer, in whole warps
+  Chunks chunks_;
+  Buffers buffers_;
+};
+
+}  // namespace llm_comm::inline LLM_COMM_TARGET
