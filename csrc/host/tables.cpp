@@ -353,14 +353,15 @@ Table parse_table(const std::string& name, std::string_view text) {
   Node content = read_yaml(text);
   if (content.kind != Node::Kind::kMapping) throw FileError("expected 'key: value' lines, found " + shown(content));
   check_keys(content, {"device", "world_size", "max_message_bytes", "rows"},
-             {"max_fused_bytes", "fused_blocks", "min_symmetric_bytes", "measured", "multicast", "layers", "nodes"});
+             {"max_fused_bytes", "large_fused_bytes", "fused_blocks", "min_symmetric_bytes", "measured", "multicast",
+              "layers", "nodes"});
   const auto limit = [&](const char* key) {
     return number(content, key, 0, kMaxNumber, "a whole number of at least 0");
   };
   const Node& device = *content.find("device");
   if (device.kind != Node::Kind::kWord) refuse("device", device, "a name");
   Table table{name, device.word, limit("world_size"), limit("max_message_bytes")};
-  for (const char* const key : {"max_fused_bytes", "fused_blocks"}) limit(key);
+  for (const char* const key : {"max_fused_bytes", "large_fused_bytes", "fused_blocks"}) limit(key);
   check_min_symmetric(content);
   check_multicast(content.find("multicast"));
   read_rows(content, "rows", "row", "bytes", [&](const Node& node) {

@@ -28,7 +28,7 @@ _DTYPE, _DATA_TYPE = torch.bfloat16, "bf16"
 _EPS = 1e-5
 #: Largest fused size measured. Above it each block has a row's tile for itself, kernels differ little, and the row of
 #: the largest size applies.
-LARGEST_FUSED = 16 * MIB
+LARGEST_FUSED = 64 * MIB
 # Sizes from which NCCL is timed too. The table of all-reduces ends where NCCL wins. For the other operations NCCL's
 # times are information only.
 _COMPARE_FROM = {ALL_REDUCE: MIB, ALL_GATHER: MIB // 16, REDUCE_SCATTER: MIB // 16}

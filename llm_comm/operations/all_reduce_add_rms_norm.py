@@ -267,7 +267,7 @@ class AllReduceAddRmsNorm(Operation):
             self._planner.world_size > 1
             and self._info.takes_rows_of(row)
             and fp8.takes(quantize, row, dimensions)
-            and count * element_size <= self._planner.message_limit(FUSED)
+            and self._planner.fuses(count * element_size)
         )
 
 

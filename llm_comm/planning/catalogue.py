@@ -25,7 +25,7 @@ from llm_comm.planning.tables import MulticastEntry, Origin, TuningTable, by_ope
 
 logger = logging.getLogger("llm_comm")
 
-_LIMITS = ("max_fused_bytes", "fused_blocks", "min_symmetric_bytes")
+_LIMITS = ("max_fused_bytes", "large_fused_bytes", "fused_blocks", "min_symmetric_bytes")
 
 
 class TableFile(NamedTuple):
@@ -164,6 +164,7 @@ def table_text(device: str, world_size: int, table: TuningTable, measured: dict[
         "world_size": world_size,
         "max_message_bytes": table.max_message_bytes,
         "max_fused_bytes": table.max_fused_bytes,
+        **({} if table.large_fused_bytes is None else {"large_fused_bytes": table.large_fused_bytes}),
         "fused_blocks": table.fused_blocks,
         "min_symmetric_bytes": least if isinstance(least, int) else dict(least),
         "measured": measured,

@@ -61,6 +61,8 @@ class Planner:
             operation: selection.message_limit(operation, table, self._config_of_tables)
             for operation in registry.operations()
         }
+        #: Sizes of messages that are fused with norms.
+        self.fused_sizes = selection.fused_sizes(table, self._config_of_tables)
 
     def lay_out(
         self, operation: str, count: int, row: int, data_type: str, parameters: tuple[float, ...] = ()
@@ -85,6 +87,10 @@ class Planner:
     def message_limit(self, operation: str) -> int:
         """Return the size in bytes above which messages of ``operation`` are declined."""
         return self._limits[operation]
+
+    def fuses(self, message_bytes: int) -> bool:
+        """Return whether all-reduces of so many bytes are fused with norms."""
+        return selection.is_within(self.fused_sizes, message_bytes)
 
     def layer_choice(self, operation: str, outputs: int, inputs: int, tokens: int) -> _core.LinearChoice:
         """Return the launch config of a linear layer: from the table, or one that leaves the choice to the kernel."""

@@ -206,14 +206,50 @@ def message_limit(operation: str, table: TuningTable, config: Config) -> int:
     A table's limit is that of exact messages. Where all-reduces of this size are quantized, so are larger ones, up to
     ``MAX_WIRE_BYTES``.
     """
+    if operation == FUSED:
+        return fused_sizes(table, config)[-1].last
     limit = exact_limit(table, config)
     is_bound_of_table = config.max_message_bytes is None
     if operation == ALL_REDUCE and is_bound_of_table and smallest_quantized(limit, config) is not None:
         return max(limit, MAX_WIRE_BYTES)
-    # Larger messages would get the engine's norm, with another bitwise result.
+    return limit
+
+
+class Sizes(NamedTuple):
+    """A range of message sizes in bytes, both ends included."""
+
+    first: int
+    last: int
+
+
+def fused_sizes(table: TuningTable, config: Config) -> tuple[Sizes, ...]:
+    """Return the sizes whose all-reduces are fused with norms, in order.
+
+    Where all-reduces are quantized, a fused message is quantized too. A format that fused kernels do not have is left to
+    an all-reduce and a norm.
+    """
+    limit = exact_limit(table, config)
+    # Messages that are not fused would get the engine's norm, with another bitwise result.
     if config.batch_invariant_norm == "llm_comm":
-        return limit
-    return min(limit, table.max_fused_bytes) if operation == FUSED else limit
+        return (Sizes(0, limit),)
+    sizes = Sizes(0, min(limit, table.max_fused_bytes))
+    if table.large_fused_bytes is None:
+        return (sizes,)
+    quantized_from = smallest_quantized(limit, config)
+    if quantized_from is not None:
+        has_format = any(a.wire == config.wire for a in registry.operations()[FUSED].algorithms)
+        limit = message_limit(ALL_REDUCE, table, config) if has_format else quantized_from - 1
+    if table.large_fused_bytes <= sizes.last + 1:
+        return (Sizes(0, max(limit, sizes.last)),)
+    return (sizes, Sizes(table.large_fused_bytes, limit)) if table.large_fused_bytes <= limit else (sizes,)
+
+
+def is_within(ranges: Iterable[Sizes], message_bytes: int) -> bool:
+    """Return whether one of the ranges has a size. A loop, because torch.compile traces it."""
+    for sizes in ranges:  # noqa: SIM110
+        if sizes.first <= message_bytes <= sizes.last:
+            return True
+    return False
 
 
 def limits_whole_tensor(config: Config) -> bool:
@@ -230,16 +266,18 @@ def why_not_served(problem: Problem, table: TuningTable, config: Config) -> str:
         return why
     if problem.world_size == 1:
         return "one rank: nothing to exchange"
-    of_operation = message_limit(problem.operation, table, config)
-    limit = max(of_operation, exact_limit(table, config))
+    limit = message_limit(problem.operation, table, config)
+    if problem.operation == FUSED:
+        limit = max(limit, exact_limit(table, config))
     is_whole = limits_whole_tensor(config)
     message_bytes = problem.whole_bytes() if is_whole else problem.message_bytes()
     if message_bytes > limit:
         what = "the whole tensor" if is_whole else "the largest shard"
         of_shards = f"{what} has {message_bytes} bytes, " if operation.has_shards else ""
         return f"{of_shards}more than max_message_bytes={limit}"
-    if message_bytes > of_operation:
-        return f"more than max_fused_bytes={table.max_fused_bytes} of {table.name}: two kernels are as fast"
+    if problem.operation == FUSED and not is_within(fused_sizes(table, config), message_bytes):
+        large = "" if table.large_fused_bytes is None else f" and less than large_fused_bytes={table.large_fused_bytes}"
+        return f"more than max_fused_bytes={table.max_fused_bytes}{large} of {table.name}: two kernels are as fast"
     if not any(problem.data_type in algorithm.data_types for algorithm in operation.algorithms):
         return f"{problem.operation} has no kernels for {problem.data_type}"
     return ""

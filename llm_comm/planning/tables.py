@@ -148,6 +148,9 @@ class TuningTable(NamedTuple):
     #: Size in bytes above which messages are not fused: all-reduce and a separate norm are as fast. Default: measured
     #: on 4 H200.
     max_fused_bytes: int = MIB
+    #: Size in bytes from which on messages are fused again, by kernels that norm rows while the links carry other rows;
+    #: None: there is none.
+    large_fused_bytes: int | None = None
     #: Block count above which fewer blocks share a row of a fused call. Between a model's kernels, many small blocks
     #: cost more than they gain (docs/experiments/model_kernels.md). 0: no bound.
     fused_blocks: int = 0

@@ -181,13 +181,15 @@ LLM_COMM_DEVICE void sum_and_norm_in_tiles(const AddRmsNormArgs& args, Operation
 
 // ---- Descriptor ----------------------------------------------------------------------------------------------------
 
-// Algorithm defines kPartUnit: parts are multiples of so many lines.
+// Algorithm defines kPartUnit: parts are multiples of so many lines; and kLeastBytes: it has no candidates for smaller
+// messages.
 template <class Algorithm>
 struct RowsInTiles : Chunked<Algorithm> {
   using Operation = AllReduceAddRmsNorm;
   using KernelPointer = void (*)(AddRmsNormArgs);
   using Base = Chunked<Algorithm>;
   static constexpr uint32_t kTeams = kTwoShotTeams;
+  static constexpr uint64_t kLeastMeasuredBytes = 1 << 20;  // smaller messages get the first candidate alone
   static constexpr uint32_t kVariants = 2;  // 1: the normed rows are FP8
 
   // A rank keeps its own sums too.
@@ -239,17 +241,18 @@ struct RowsInTiles : Chunked<Algorithm> {
     return grid;
   }
 
-  // Tiles of one row, or of several short ones.
+  // First a shape for any size: tiles of about kTileLines. Larger tiles, and a longer way ahead, are worth measuring.
   static std::vector<TuningParameters> candidates(const Problem& problem, const Limits& limits) {
+    constexpr uint32_t kTileLines = 1024;
     std::vector<TuningParameters> found;
-    if (problem.bytes() < 1 << 20) return found;
-    const uint32_t sms = limits.multiprocessors();
-    for (uint64_t rows : {1, 2, 4}) {
-      const uint32_t lines = part_lines(problem, rows);
-      for (uint32_t depth : {2u, 3u}) {
-        const Tiling tiling{sms, lines, 1, depth, 0};
-        if (rows > 1 && Base::staging_bytes(tiling, problem.world) > limits.staging_bytes) continue;
-        found.push_back({.blocks = std::min(sms, kMaxChunkedBlocks), .tile_lines = lines, .depth = depth});
+    if (problem.bytes() < Algorithm::kLeastBytes) return found;
+    const uint32_t blocks = std::min(limits.multiprocessors(), kMaxChunkedBlocks);
+    const uint32_t usual = std::max(kTileLines / Operation::row_lines(problem), 1u);
+    for (const uint32_t rows : {usual, 2 * usual, usual / 2}) {
+      for (const uint32_t depth : {2u, 3u, 4u}) {
+        if (rows == 0) continue;
+        found.push_back({.blocks = blocks, .tile_lines = part_lines(problem, rows), .depth = depth});
+        if (problem.bytes() < kLeastMeasuredBytes) return found;
       }
     }
     return found;

@@ -69,6 +69,7 @@ struct AllReduceAddRmsNormTwoShotFP8HB : RowsInTiles<AllReduceAddRmsNormTwoShotF
                                        .title = "two-shot all-reduce of quantized values (fp8) + RMSNorm",
                                        .wire = "fp8"};
   static constexpr uint32_t kPartUnit = kQuantizedBlock / kElementsPerLine;
+  static constexpr uint64_t kLeastBytes = 0;
 
   // Lines of a buffer for a part of `tile_lines` lines.
   static constexpr uint64_t buffer_lines(uint64_t tile_lines) {

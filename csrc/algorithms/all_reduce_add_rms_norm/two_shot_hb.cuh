@@ -52,6 +52,7 @@ all_reduce_add_rms_norm_two_shot_hb(LLM_COMM_KERNEL_PARAM AddRmsNormArgs args) {
 struct AllReduceAddRmsNormTwoShotHB : RowsInTiles<AllReduceAddRmsNormTwoShotHB> {
   static constexpr AlgorithmInfo kInfo{"two_shot_hb", "HB", "two-shot all-reduce + RMSNorm (HB)"};
   static constexpr uint32_t kPartUnit = 1;
+  static constexpr uint64_t kLeastBytes = kLeastMeasuredBytes;
 
   template <DataType D, int World, uint32_t Variant>
   static KernelPointer kernel() {

@@ -42,8 +42,7 @@ from llm_comm.integrations.vllm import (
 )
 from llm_comm.integrations.vllm.seams import TABLE
 from llm_comm.planning.layers import LINEAR_GELU_TANH_AND_MUL, LINEAR_SILU_AND_MUL
-from llm_comm.planning.selection import message_limit
-from llm_comm.planning.tables import FUSED
+from llm_comm.planning.selection import Sizes, fused_sizes
 
 logger = logging.getLogger("vllm.llm_comm")
 
@@ -81,7 +80,8 @@ class LlmCommCommunicator(CudaCommunicator):  # type: ignore[misc]
         self.fuses = False
         #: Whether vLLM's function ``fused_allreduce_rms_norm`` tries this communicator (``eager_norms.py``).
         self.fuses_eagerly = False
-        self.max_fused_bytes = 0
+        #: Sizes of messages, in bytes, whose all-reduces are fused with norms.
+        self.fused_sizes: tuple[Sizes, ...] = ()
         #: Largest batch, in tokens, whose compiled graphs have llm_comm's operators for linear layers; 0: none have.
         self.max_linear_tokens = 0
         #: Whether this communicator computes linear layers in batch-invariant mode (``invariant_linear.py``).
@@ -393,7 +393,7 @@ class LlmCommCommunicator(CudaCommunicator):  # type: ignore[misc]
         why_not = members.why_not_fused(communicator) or unknown
         if why_not is None:
             why_not = self._objection(fusion.why_not_fused(options_of(communicator)), "norms")
-        self.max_fused_bytes = message_limit(FUSED, communicator.table, communicator.config)
+        self.fused_sizes = fused_sizes(communicator.table, communicator.config)
         if why_not is not None:
             if why_not in (fusion.NOT_COMPILED, unknown):  # equal on all ranks, so all of them enter the vote inside
                 why_not += self._set_up_eager_fusion(options_of(communicator))
@@ -402,7 +402,7 @@ class LlmCommCommunicator(CudaCommunicator):  # type: ignore[misc]
             about_theirs = fusion.keep_theirs(serves_theirs)
             return f"; not fused with RMSNorm: {why_not}{about_linear}{about_theirs}"
         about_linear = self._set_up_linear(communicator)
-        fusion.prepare_compiler(self.max_fused_bytes, self.max_linear_tokens, self.linear_key)
+        fusion.prepare_compiler(self.fused_sizes, self.max_linear_tokens, self.linear_key)
         self.fuses = True
         sizes = descriptions.AT_EVERY_SIZE if communicator.config.batch_invariant_norm == "llm_comm" else ""
         return f"; fused with RMSNorm in compiled graphs{sizes}{about_linear}{fusion.keep_theirs(False)}"
@@ -454,11 +454,10 @@ class LlmCommCommunicator(CudaCommunicator):  # type: ignore[misc]
             found = layer_tuning.tune(communicator, self.cpu_group, layers, logger)
             why_not = linear.why_not_preferred(communicator)
         if why_not is None:
-            tokens = fusion.max_linear_tokens(communicator, self.max_fused_bytes)
+            tokens = fusion.max_linear_tokens(communicator, self.fused_sizes)
             if tokens == 0:
-                why_not = (
-                    f"norms are fused up to {descriptions.format_bytes(self.max_fused_bytes)}, less than a token has"
-                )
+                largest = descriptions.format_bytes(self.fused_sizes[0].last)
+                why_not = f"norms are fused up to {largest}, less than a token has"
         self.max_linear_tokens, self.linear_key = tokens, compiled_graphs.preferred_layers(communicator)
         return linear.about_linear(communicator, "vLLM", why_not, self.max_linear_tokens) + found
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 import hashlib
 import logging
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ import torch.distributed as dist
 
 from llm_comm.communicator import Communicator
 from llm_comm.planning import layers
+from llm_comm.planning.selection import Sizes
 
 logger = logging.getLogger("vllm.llm_comm")
 
@@ -51,41 +53,48 @@ def preferred_layers(communicator: Communicator) -> str:
     return hashlib.sha256(repr((config.fuse_linear, config.pdl, by_size, rows)).encode()).hexdigest()
 
 
-def value(max_fused_bytes: int, max_linear_tokens: int, linear_key: str) -> str:
+def value(fused_sizes: Sequence[Sizes], max_linear_tokens: int, linear_key: str) -> str:
     """Return the value for the key ``MARK``.
 
     Args:
-        max_fused_bytes: Largest message, in bytes, whose all-reduce is fused with its norm.
+        fused_sizes: Sizes of messages, in bytes, whose all-reduces are fused with norms.
         max_linear_tokens: Largest batch, in tokens, whose linear layers llm_comm may compute; 0: vLLM computes all.
         linear_key: ``preferred_layers`` of the group whose all-reduces are fused.
     """
-    key = f"{digest_of_sources()} {max_fused_bytes}"
+    key = f"{digest_of_sources()} {[tuple(sizes) for sizes in fused_sizes]}"
     # With 0 no linear layer is replaced, so the tables and options of linear layers change no graph.
     return key if max_linear_tokens == 0 else f"{key} {max_linear_tokens} {linear_key}"
 
 
-def new_endpoints(vllm_config: Any, max_fused_bytes: int, max_linear_tokens: int) -> list[int]:
+def new_endpoints(vllm_config: Any, fused_sizes: Sequence[Sizes], max_linear_tokens: int) -> list[int]:
     """Return endpoints, in tokens, that llm_comm adds to vLLM's compile ranges; [] if one graph serves all batches.
 
     Args:
         vllm_config: vLLM's configuration.
-        max_fused_bytes: Largest message, in bytes, whose all-reduce is fused with its norm.
+        fused_sizes: Sizes of messages, in bytes, whose all-reduces are fused with norms.
         max_linear_tokens: Largest batch, in tokens, whose linear layers llm_comm may compute; 0: vLLM computes all.
     """
     endpoints = vllm_config.compilation_config.compile_ranges_endpoints
     if not endpoints:
         return []
-    fused = max_fused_tokens(vllm_config, max_fused_bytes)
     found = {max_linear_tokens} if max_linear_tokens > 0 else set()
-    if fused is not None and fused > 1:  # a graph for one token only is not worth its compilation
-        found.add(fused)
-    return sorted(tokens for tokens in found if tokens < endpoints[-1])  # the last is vLLM's largest batch
+    for tokens in fused_tokens(vllm_config, fused_sizes) or ():
+        found |= {tokens.first - 1, tokens.last} - {0, 1}  # a graph for one token only is not worth its compilation
+    return sorted(tokens for tokens in found if 0 < tokens < endpoints[-1])  # the last is vLLM's largest batch
 
 
-def max_fused_tokens(vllm_config: Any, max_fused_bytes: int) -> int | None:
-    """Return the largest batch, in tokens, whose all-reduces are fused with norms; None without a model."""
+def fused_tokens(vllm_config: Any, fused_sizes: Sequence[Sizes]) -> list[Sizes] | None:
+    """Return the batches, in tokens, whose all-reduces are fused with norms; None without a model."""
     model = vllm_config.model_config
-    return None if model is None else max_fused_bytes // (model.get_hidden_size() * model.dtype.itemsize)
+    if model is None:
+        return None
+    token_bytes = model.get_hidden_size() * model.dtype.itemsize
+    return [Sizes(-(-sizes.first // token_bytes), sizes.last // token_bytes) for sizes in fused_sizes]
+
+
+def are_fused(tokens: Sequence[Sizes] | None, first: int, last: int) -> bool:
+    """Return whether all batches of ``first`` to ``last`` tokens are fused. ``tokens``: result of ``fused_tokens``."""
+    return tokens is None or any(one.first <= first and last <= one.last for one in tokens)
 
 
 @functools.cache

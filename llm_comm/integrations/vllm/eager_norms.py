@@ -17,6 +17,8 @@ import torch
 from vllm.distributed import get_tp_group
 from vllm.model_executor.layers.layernorm import GemmaRMSNorm, RMSNorm
 
+from llm_comm.planning.selection import is_within
+
 
 def fused_allreduce_rms_norm(
     theirs: Any, hidden_states: torch.Tensor, residual: torch.Tensor, norm: Any
@@ -27,7 +29,7 @@ def fused_allreduce_rms_norm(
     if weight_bias is not None:
         ours = get_tp_group().device_communicator
         # All ranks decide alike, since the decision depends on the shape of the batch alone.
-        if getattr(ours, "fuses_eagerly", False) and hidden_states.nbytes <= ours.max_fused_bytes:
+        if getattr(ours, "fuses_eagerly", False) and is_within(ours.fused_sizes, hidden_states.nbytes):
             result = ours.all_reduce_add_rms_norm(
                 hidden_states, residual, norm.weight.data, norm.variance_epsilon, weight_bias, None
             )

@@ -5,6 +5,7 @@ Functions named ``why_not_*`` return the reason against a feature as text for th
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
@@ -18,6 +19,7 @@ from llm_comm.config import EngineOptions
 from llm_comm.integrations import engine_config
 from llm_comm.integrations.vllm import compiled_graphs, seams
 from llm_comm.integrations.vllm.seams import TABLE
+from llm_comm.planning.selection import Sizes
 from llm_comm.planning.tables import FUSED
 
 
@@ -168,36 +170,36 @@ def _why_not_weights() -> str | None:
     return None
 
 
-def max_linear_tokens(communicator: Communicator, max_fused_bytes: int) -> int:
+def max_linear_tokens(communicator: Communicator, fused_sizes: Sequence[Sizes]) -> int:
     """Return the largest batch, in tokens, whose linear layers go into operators of llm_comm; 0: none.
 
     The norms of such a batch must be fused as well.
 
     Args:
         communicator: Communicator of the group whose all-reduces are fused.
-        max_fused_bytes: Maximum message size of fused norms.
+        fused_sizes: Sizes of messages, in bytes, whose all-reduces are fused with norms.
     """
-    fused = compiled_graphs.max_fused_tokens(get_current_vllm_config_or_none(), max_fused_bytes)
+    fused = compiled_graphs.fused_tokens(get_current_vllm_config_or_none(), fused_sizes)
     preferred = communicator.max_preferred_tokens
-    return preferred if fused is None else min(preferred, fused)
+    return preferred if fused is None else min(preferred, fused[0].last)
 
 
-def prepare_compiler(max_fused_bytes: int, max_linear_tokens: int, linear_key: str) -> None:
-    """Have vLLM compile separate graphs for batches that are fused and for larger ones, with a cache key of their own.
+def prepare_compiler(fused_sizes: Sequence[Sizes], max_linear_tokens: int, linear_key: str) -> None:
+    """Have vLLM compile separate graphs for batches that are fused and for others, with a cache key of their own.
 
-    In one graph for all batches, large batches would call the operators too. An operator that declines runs unfused,
+    In one graph for all batches, those that are not fused would call the operators too. An operator that declines runs unfused,
     where inductor would have generated one kernel for the norm.
 
     Args:
-        max_fused_bytes: Maximum message size of fused norms.
+        fused_sizes: Sizes of messages, in bytes, whose all-reduces are fused with norms.
         max_linear_tokens: Largest batch of linear layers by llm_comm, in tokens; 0: vLLM computes all of them.
         linear_key: ``compiled_graphs.preferred_layers`` of the group whose all-reduces are fused.
     """
     vllm_config = get_current_vllm_config_or_none()
     # vLLM's cache key is a hash of its configuration. additional_config is the part of it that plugins may change.
-    mark = {compiled_graphs.MARK: compiled_graphs.value(max_fused_bytes, max_linear_tokens, linear_key)}
+    mark = {compiled_graphs.MARK: compiled_graphs.value(fused_sizes, max_linear_tokens, linear_key)}
     vllm_config.additional_config = {**vllm_config.additional_config, **mark}
-    endpoints = compiled_graphs.new_endpoints(vllm_config, max_fused_bytes, max_linear_tokens)
+    endpoints = compiled_graphs.new_endpoints(vllm_config, fused_sizes, max_linear_tokens)
     if endpoints:
         compilation = vllm_config.compilation_config
         compilation.compile_ranges_endpoints = sorted({*compilation.compile_ranges_endpoints, *endpoints})

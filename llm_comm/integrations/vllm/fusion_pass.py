@@ -51,7 +51,7 @@ class AllReduceNormPass(VllmPatternMatcherPass):  # type: ignore[misc]
     def __init__(self, config: VllmConfig) -> None:
         super().__init__(config)
         communicator = get_tp_group().device_communicator
-        self._max_tokens = compiled_graphs.max_fused_tokens(config, communicator.max_fused_bytes)
+        self._fused_tokens = compiled_graphs.fused_tokens(config, communicator.fused_sizes)
         self.pm_pass = pm.PatternMatcherPass(pass_name=self.pass_name)
         self._register()
         self.dump_patterns(config, self.pm_pass)
@@ -82,8 +82,8 @@ class AllReduceNormPass(VllmPatternMatcherPass):  # type: ignore[misc]
             )
 
     def is_applicable_for_range(self, compile_range: Range) -> bool:
-        """Return whether all batches of a graph are small enough to be fused. Larger ones keep inductor's kernels."""
-        return self._max_tokens is None or compile_range.end <= self._max_tokens
+        """Return whether all batches of a graph are fused. Others keep inductor's kernels."""
+        return compiled_graphs.are_fused(self._fused_tokens, compile_range.start, compile_range.end)
 
     def uuid(self) -> str:
         return compiled_graphs.digest_of_sources()
