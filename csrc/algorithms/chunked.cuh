@@ -24,16 +24,37 @@ struct Team {
   uint32_t threads;
   uint32_t thread;
 
-  // Team of a compute thread. The last team has `LastShare` times the threads of each other one.
-  template <uint32_t LastShare>
-  static LLM_COMM_DEVICE Team of(const HBSession& session, uint32_t teams) {
-    const uint32_t threads = session.workers() / (teams - 1 + LastShare);
-    const uint32_t place = session.worker() / threads;
-    const uint32_t number = LastShare == 1 || place < teams ? place : teams - 1;
-    const bool is_last = LastShare != 1 && number == teams - 1;
-    return {number, is_last ? LastShare * threads : threads, session.worker() - number * threads};
-  }
   static LLM_COMM_DEVICE Team whole_block() { return {0, block_threads(), thread_index()}; }
+};
+
+// Teams of equal size. of(): the team of a compute thread.
+struct EqualTeams {
+  static LLM_COMM_DEVICE Team of(const HBSession& session, uint32_t teams) {
+    const uint32_t threads = session.workers() / teams;
+    const uint32_t number = session.worker() / threads;
+    return {number, threads, session.worker() - number * threads};
+  }
+};
+
+// Teams whose sizes are in the ratio of `Shares`.
+template <uint32_t... Shares>
+struct TeamShares {
+  static constexpr uint32_t kAll = (Shares + ...);
+  static constexpr uint32_t kLast = (Shares, ...);
+
+  static LLM_COMM_DEVICE Team of(const HBSession& session, uint32_t) {
+    const uint32_t unit = session.workers() / kAll;
+    Team team{};
+    uint32_t number = 0;
+    uint32_t first = 0;
+    const auto consider = [&](uint32_t share) {
+      if (session.worker() >= first) team = {number, share * unit, session.worker() - first};
+      first += share * unit;
+      ++number;
+    };
+    (consider(Shares), ...);
+    return team;
+  }
 };
 
 // Chunks of a block: chunk t of each shard. Shards have up to `shard_lines` lines.

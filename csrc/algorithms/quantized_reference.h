@@ -37,11 +37,11 @@ inline void quantize_and_back(std::vector<float>& block) {
   }
 }
 
-// Element i of a sum of `count` elements, as bits, where each rank adds `slice` elements, in whole blocks; input(r, j)
-// returns element j of rank r.
+// Element i of a sum of `count` elements that `owner` adds, as bits; input(r, j) returns element j of rank r.
+// `quantizes_sum`: as all-reduces do, which send the sums.
 template <Wire W, class Input>
-inline uint32_t quantized_sum_of_one(DataType type, uint32_t world, uint64_t count, uint64_t slice, uint64_t i,
-                                     Input input) {
+inline uint32_t quantized_sum_of_owner(DataType type, uint32_t world, uint64_t count, uint64_t owner, uint64_t i,
+                                       Input input, bool quantizes_sum) {
   return for_type(type, [&]<DataType D>() -> uint32_t {
     using E = Element<D>;
     const uint64_t first = i / kQuantizedBlock * kQuantizedBlock;
@@ -52,12 +52,19 @@ inline uint32_t quantized_sum_of_one(DataType type, uint32_t world, uint64_t cou
       for (uint64_t j = 0; j < elements; ++j) {
         block[j] = E::value(static_cast<typename E::Storage>(input(rank, first + j)));
       }
-      if (rank != i / slice) quantize_and_back<W>(block);
+      if (rank != owner) quantize_and_back<W>(block);
       for (uint64_t j = 0; j < elements; ++j) sum[j] = rank == 0 ? block[j] : sum[j] + block[j];
     }
-    quantize_and_back<W>(sum);
+    if (quantizes_sum) quantize_and_back<W>(sum);
     return E::round(sum[i - first]);
   });
+}
+
+// The same of an all-reduce in which each rank adds `slice` elements, in whole blocks.
+template <Wire W, class Input>
+inline uint32_t quantized_sum_of_one(DataType type, uint32_t world, uint64_t count, uint64_t slice, uint64_t i,
+                                     Input input) {
+  return quantized_sum_of_owner<W>(type, world, count, i / slice, i, input, true);
 }
 
 }  // namespace llm_comm::inline LLM_COMM_TARGET

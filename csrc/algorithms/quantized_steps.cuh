@@ -19,8 +19,13 @@ LLM_COMM_HOST_DEVICE constexpr uint32_t lines_of_quantized_chunk(uint32_t lines)
 }
 
 // Jobs of the teams of a block: what each does with chunk t of a slice. A slice is a view of lines, as in StepPipeline.
-template <DataType D, int World, Wire W, class Buffers = ChunkBuffers<World>>
+// `MovedTogether`, `SummedTogether`: rows of kWarpThreads lines whose loads a thread has in flight together. More cost
+// registers, which the compiler then spills.
+template <DataType D, int World, Wire W, class Buffers = ChunkBuffers<World>, uint32_t MovedTogether = World == 2 ? 1 : 2,
+          uint32_t SummedTogether = World == 2 ? 2 : 1>
 class QuantizedSteps {
+  using Quantized = QuantizedLine<LineElements<D>::kCount>;
+
  public:
   LLM_COMM_DEVICE QuantizedSteps(const DeviceComm& comm, uint32_t block, uint32_t chunk_lines, uint32_t depth,
                                  uint32_t slice)
@@ -36,7 +41,7 @@ class QuantizedSteps {
       const auto& slice = slice_of(owner);
       const uint32_t first = chunks_.first(t);
       const uint32_t lines = chunks_.lines(t, slice.lines());
-      send_rows<kMovedTogether>(
+      send_rows<MovedTogether>(
           team, lines, [&](uint32_t k) { return k < lines ? slice.load(first + k) : Line{}; },
           [&](uint32_t, Line line) { return quantize<W>(LineElements<D>::values(line)); },
           [&](auto store) { store(staged); });
@@ -66,6 +71,21 @@ class QuantizedSteps {
         });
   }
 
+  static LLM_COMM_DEVICE Line line(const Quantized& sum) { return LineElements<D>::round(dequantize<W>(sum)); }
+
+  // Adds the contributions to this rank's slice, and stores the sums to `target`, not quantized.
+  template <class Own, class Target>
+  LLM_COMM_DEVICE void sum_exactly(const Team& team, uint32_t t, const Own& own, const Target& target) const {
+    const uint32_t first = chunks_.first(t);
+    const uint32_t lines = chunks_.lines(t, own.lines());
+    for_each_row<SummedTogether>(
+        team, lines, contributions_to(t, own),
+        [&](uint32_t k, uint32_t, const Contributions& all) {
+          if (k < lines) target.store(first + k, LineElements<D>::round(sum_of(all.own, all.of_other)));
+        },
+        [](uint32_t, uint32_t) {});
+  }
+
   // The sums of all ranks in chunk t, where each rank keeps its own too.
   class Sums {
    public:
@@ -74,8 +94,8 @@ class QuantizedSteps {
           first_(steps.buffers_.from(kSecondHop, t, 0)),
           buffer_lines_(lines_of_quantized_chunk(steps.room_)) {}
     // Line k of the part that `owner` has added.
-    LLM_COMM_DEVICE Line load(uint32_t owner, uint32_t k) const {
-      return LineElements<D>::round(dequantize<W>(steps_.get(first_ + owner * buffer_lines_, k)));
+    LLM_COMM_DEVICE Quantized load(uint32_t owner, uint32_t k) const {
+      return steps_.get(first_ + owner * buffer_lines_, k);
     }
 
    private:
@@ -94,7 +114,7 @@ class QuantizedSteps {
       const Line* const sent = buffers_.from(kSecondHop, t, owner);
       const uint32_t first = chunks_.first(t);
       const uint32_t lines = chunks_.lines(t, slice.lines());
-      for_each_row<kMovedTogether>(
+      for_each_row<MovedTogether>(
           team, lines, [&](uint32_t k) { return get(sent, k); },
           [&](uint32_t k, uint32_t, const Quantized& sum) { store(slice, first, k, lines, sum); },
           [](uint32_t, uint32_t) {});
@@ -103,35 +123,36 @@ class QuantizedSteps {
 
  private:
   static constexpr uint32_t kPerLine = LineElements<D>::kCount;
-  using Quantized = QuantizedLine<kPerLine>;
   using Codes = typename Quantized::Codes;
   static constexpr uint32_t kBlockLines = kQuantizedBlock / kPerLine;
   static constexpr uint32_t kRowBlocks = kWarpThreads / kBlockLines;
-  // Rows whose loads a thread has in flight together. More cost registers, which the compiler then spills.
-  static constexpr uint32_t kMovedTogether = World == 2 ? 1 : 2;
-  static constexpr uint32_t kSummedTogether = World == 2 ? 2 : 1;
+
+  // A line of this rank's slice on all ranks: its own, and those of the other ranks in rank order.
+  struct Contributions {
+    Line own;
+    Quantized of_other[World - 1];
+  };
+
+  // Returns a function that loads the contributions to a line of chunk t.
+  template <class Own>
+  LLM_COMM_DEVICE auto contributions_to(uint32_t t, const Own& own) const {
+    return [this, &own, incoming = typename Buffers::FromOthers(buffers_, kFirstHop, t), first = chunks_.first(t),
+            lines = chunks_.lines(t, own.lines())](uint32_t k) {
+      Contributions all;
+      all.own = k < lines ? own.load(first + k) : Line{};
+      LLM_COMM_UNROLL(8)
+      for (uint32_t i = 0; i < World - 1; ++i) all.of_other[i] = get(incoming.of(i), k);
+      return all;
+    };
+  }
 
   // Adds the contributions to this rank's slice. take(k, sum) gets the quantized sums; for_each_buffer(send) calls
   // send(buffer) for each buffer that they are stored to.
   template <class Own, class Take, class ForEachBuffer>
   LLM_COMM_DEVICE void sum(const Team& team, uint32_t t, const Own& own, Take take,
                            ForEachBuffer for_each_buffer) const {
-    const typename Buffers::FromOthers incoming(buffers_, kFirstHop, t);
-    const uint32_t first = chunks_.first(t);
-    const uint32_t lines = chunks_.lines(t, own.lines());
-    struct Contributions {
-      Line own;
-      Quantized of_other[World - 1];
-    };
-    send_rows<kSummedTogether>(
-        team, lines,
-        [&](uint32_t k) {
-          Contributions all;
-          all.own = k < lines ? own.load(first + k) : Line{};
-          LLM_COMM_UNROLL(8)
-          for (uint32_t i = 0; i < World - 1; ++i) all.of_other[i] = get(incoming.of(i), k);
-          return all;
-        },
+    send_rows<SummedTogether>(
+        team, chunks_.lines(t, own.lines()), contributions_to(t, own),
         [&](uint32_t k, const Contributions& all) {
           const Quantized sum = quantize<W>(sum_of(all.own, all.of_other));
           take(k, sum);
@@ -229,6 +250,56 @@ class QuantizedSteps {
   uint32_t room_;  // lines of a chunk in a buffer, in whole warps
   Chunks chunks_;
   Buffers buffers_;
+};
+
+// Launch shape of algorithms by QuantizedSteps. Algorithm defines kTeams and shard_lines() as for Chunked.
+template <class Algorithm>
+struct QuantizedChunks : Chunked<Algorithm> {
+  using Base = Chunked<Algorithm>;
+  static constexpr Tunables kTunables{{{"blocks", 1, kMaxChunkedBlocks},
+                                       {"tile_lines", kQuantizedChunkLines, 1u << 16},
+                                       {"depth", kMinHBDepth, Base::kMaxDepth}}};
+
+  static constexpr uint64_t buffer_lines(uint64_t tile_lines) {
+    return lines_of_quantized_chunk(static_cast<uint32_t>(tile_lines));
+  }
+
+  // If the staging memory is too small, chunks shrink and the number of blocks stays.
+  static Tiling tile(const Problem& problem, const TuningParameters& tuning, const Limits& limits) {
+    Tiling tiling{tuning.blocks, kQuantizedChunkLines, 1, tuning.depth < kMinHBDepth ? kMinHBDepth : tuning.depth,
+                  problem.count};
+    const uint64_t of_smallest = Base::staging_bytes(tiling, problem.world);
+    const uint64_t most = of_smallest == 0 ? 0 : limits.staging_bytes / of_smallest;
+    const uint64_t wanted = tuning.tile_lines / kQuantizedChunkLines;
+    tiling.tile_lines *= static_cast<uint32_t>(std::clamp<uint64_t>(wanted, 1, most < 1 ? 1 : most));
+    return tiling;
+  }
+
+  static Grid grid(const Problem& problem, const Tiling& tiling, uint64_t units, const Limits& limits) {
+    if (tiling.tile_lines % kQuantizedChunkLines != 0) {
+      throw std::invalid_argument("tile_lines is " + std::to_string(tiling.tile_lines) + "; it must be a multiple of " +
+                                  std::to_string(kQuantizedChunkLines));
+    }
+    return Base::grid(problem, tiling, units, limits);
+  }
+
+  // First a shape for any size, within 3 % of the fastest from 8 to 64 MiB on 2 GPUs: as many blocks as multiprocessors,
+  // if the staging memory has room for them. A block gets one chunk, or several of kMostLines.
+  static std::vector<TuningParameters> candidates(const Problem& problem, const Limits& limits) {
+    constexpr uint64_t kFewestLines = 64;
+    constexpr uint64_t kMostLines = 1024;
+    constexpr uint32_t kDepth = kMinHBDepth;
+    const uint64_t of_a_block = Base::staging_bytes({1, kQuantizedChunkLines, 1, kDepth, 0}, problem.world);
+    const uint64_t most = std::clamp<uint64_t>(limits.staging_bytes / of_a_block, 1, kMaxChunkedBlocks);
+    const auto blocks = static_cast<uint32_t>(std::min<uint64_t>(limits.multiprocessors(), most));
+    const uint64_t lines =
+        divide_up(Algorithm::shard_lines(problem, problem.count), uint64_t{blocks} * kQuantizedChunkLines) * kQuantizedChunkLines;
+    std::vector<TuningParameters> found = Base::candidates(problem, limits);
+    found.insert(found.begin(), {.blocks = blocks,
+                                 .tile_lines = static_cast<uint32_t>(std::clamp(lines, kFewestLines, kMostLines)),
+                                 .depth = kDepth});
+    return found;
+  }
 };
 
 }  // namespace llm_comm::inline LLM_COMM_TARGET

@@ -125,8 +125,8 @@ template <int World>
 using ChunkBuffersWithOwn = ChunkBuffersOf<World, true>;
 
 // The pipeline of one block. A shard is a view with lines(), load(line) and store(line, value).
-// `LastShare`: as in Team::of().
-template <DataType D, int World, class Buffers = ChunkBuffers<World>, uint32_t LastShare = 1>
+// `Teams`: EqualTeams or TeamShares.
+template <DataType D, int World, class Buffers = ChunkBuffers<World>, class Teams = EqualTeams>
 class StepPipeline {
  public:
   // `shard_lines`: lines of the largest shard.
@@ -152,7 +152,7 @@ class StepPipeline {
   template <class Ended, class... Jobs>
   LLM_COMM_DEVICE void run_and_tell(Ended ended, Jobs... jobs) const {
     const auto work = [&](uint32_t step) {
-      const Team team = Team::of<LastShare>(session_, sizeof...(Jobs));
+      const Team team = Teams::of(session_, sizeof...(Jobs));
       uint32_t number = 0;
       const auto give = [&](const auto& job) {
         const uint32_t behind = number * depth_;

@@ -42,12 +42,14 @@ class AtSize(NamedTuple):
         size: Message size in bytes.
         measured: Candidates that ran, simplest first.
         nccl_us: Microseconds of NCCL; None if it was not timed.
+        separate_us: Microseconds of a fused operation by an all-reduce and a norm; None if it was not timed.
         refusals: Reasons why others did not run.
     """
 
     size: int
     measured: list[Measured]
     nccl_us: float | None = None
+    separate_us: float | None = None
     refusals: tuple[str, ...] = ()
 
 
@@ -75,7 +77,7 @@ class Bench:
         self.bound: Bound = on_all(lambda: subject.bind(comm, group, size), group)
 
     def candidates(self, show: Callable[[str], None], with_nccl: bool = True) -> AtSize:
-        """Time all distinct candidates, and NCCL.
+        """Time all distinct candidates, and what they are compared with.
 
         Args:
             show: Receives progress texts.
@@ -99,13 +101,21 @@ class Bench:
                     done += 1
                     us = self.time(row, f"{done} of the best {len(again)}", show)
                     measured[index] = Measured(row, us)
-        nccl_us = None
+        nccl_us = separate_us = None
         if self.bound.nccl is not None and with_nccl:
             show("NCCL")
             call, restore = self.bound.nccl
-            on_all(call, self._group)
-            nccl_us = _rounded(timing.time_graph(call, restore, self._schedule, self._group).us)
-        return AtSize(self._size, measured, nccl_us, tuple(refusals))
+            nccl_us = self._time_other(call, restore)
+        if self.bound.separate is not None:
+            show("an all-reduce and a norm")
+            call, prepare = self.bound.separate
+            prepare()
+            separate_us = self._time_other(call, lambda: None)
+        return AtSize(self._size, measured, nccl_us, separate_us, tuple(refusals))
+
+    def _time_other(self, call: Callable[[], object], restore: Callable[[], object]) -> float:
+        on_all(call, self._group)
+        return _rounded(timing.time_graph(call, restore, self._schedule, self._group).us)
 
     def time(self, row: Row, which: str, show: Callable[[str], None]) -> float:
         """Return the microseconds of a candidate, timed at length."""

@@ -48,11 +48,13 @@ class Found(NamedTuple):
         best: Best candidate of each size, with figures.
         nccl: Microseconds of NCCL by size.
         lesser: With NVLink multicast: candidates of a size that need less than the best one, such as no multicast.
+        separate: Microseconds of an all-reduce and a norm by size, for the fused operation.
     """
 
     best: list[Measured]
     nccl: dict[int, float]
     lesser: Mapping[int, list[Measured]] = MappingProxyType({})
+    separate: Mapping[int, float] = MappingProxyType({})
 
     def by_size(self) -> list[list[Measured]]:
         """Return the candidates of each size, the best first."""
@@ -108,7 +110,9 @@ def run(args: argparse.Namespace) -> int:
             if args.multicast and not comm.multicast.is_up:
                 raise ConfigError(f"--multicast: NVLink multicast cannot be used here: {comm.multicast.why}")
             measured = programs.to_measure(comm, asked_for)
-            subjects = subjects_of(args.operations, args.hidden, args.max, comm.world_size, measured, config)
+            subjects = subjects_of(
+                args.operations, args.hidden, args.max, comm.world_size, measured, config, comm.table
+            )
             require_candidates(args, subjects, comm.world_size, comm.limits)
             if comm.rank == 0:
                 programs.print_remarks(measured, asked_for, comm.world_size, args.operations, args.max)
@@ -244,10 +248,13 @@ def measure(
             found[subject.key] = found[subject.key]._replace(lesser={**found[subject.key].lesser, at_size.size: lesser})
         if at_size.nccl_us is not None:
             found[subject.key].nccl[at_size.size] = at_size.nccl_us
+        if at_size.separate_us is not None:
+            separate = {**found[subject.key].separate, at_size.size: at_size.separate_us}
+            found[subject.key] = found[subject.key]._replace(separate=separate)
         progress.clear()
         if comm.rank == 0:
             for one in (chosen, *lesser):
-                print(line(subject, one, at_size.nccl_us), flush=True)
+                print(line(subject, one, at_size.nccl_us, at_size.separate_us), flush=True)
 
     for subject, size in known:
         take(subject, record.sizes(subject.key)[size])
@@ -287,10 +294,13 @@ def tuned(shipped: TuningTable, found: Mapping[str, Found]) -> TuningTable:
     plain = found.get(ALL_REDUCE, NOTHING)
     limit = largest_won(plain.in_rank_order(), plain.nccl) if plain.best else shipped.max_message_bytes
     rows = [row for of_operation in found.values() for row in merge(of_operation.by_size())]
-    # max_fused_bytes and fused_blocks are not measured here and stay as they are.
+    max_fused_bytes, large_fused_bytes = fused_bounds(found.get(FUSED, NOTHING), shipped)
+    # fused_blocks is not measured here and stays as it is.
     return shipped.with_rows(*rows)._replace(
         name="",
         max_message_bytes=limit,
+        max_fused_bytes=max_fused_bytes,
+        large_fused_bytes=large_fused_bytes,
         min_symmetric_bytes=least_symmetric(found, shipped),
     )
 
@@ -303,6 +313,21 @@ def largest_won(best: Sequence[Measured], nccl: dict[int, float]) -> int:
             break
         won = row.up_to
     return won
+
+
+def fused_bounds(fused: Found, shipped: TuningTable) -> tuple[int, int | None]:
+    """Return ``max_fused_bytes`` and ``large_fused_bytes``: up to which size, and from which size on, one kernel is not
+    slower than an all-reduce and a norm by more than the noise. Values that were not measured stay as they are."""
+    compared = [
+        (m.row.up_to, is_slower(m.us, fused.separate[m.row.up_to])) for m in fused.best if m.row.up_to in fused.separate
+    ]
+    if not compared:
+        return shipped.max_fused_bytes, shipped.large_fused_bytes
+    lost = [size for size, has_lost in compared if has_lost]
+    before = [m.row.up_to for m in fused.best if not lost or m.row.up_to < lost[0]]
+    behind = [size for size, _ in compared if not lost or size > lost[-1]]
+    # A size below those that were compared was won.
+    return max(before, default=compared[0][0] - 1), min(behind, default=None)
 
 
 def least_symmetric(found: Mapping[str, Found], shipped: TuningTable) -> int | dict[str, int]:
@@ -334,12 +359,14 @@ def least_symmetric(found: Mapping[str, Found], shipped: TuningTable) -> int | d
     }
 
 
-def line(subject: Subject, chosen: Measured, nccl_us: float | None) -> str:
+def line(subject: Subject, chosen: Measured, nccl_us: float | None, separate_us: float | None = None) -> str:
     """Format a size for printing."""
     row = chosen.row
     beside = "" if row.runner_up is None else "   {} {} {:8.2f}".format(*row.runner_up)
     if nccl_us is not None:
         beside += f"   NCCL {nccl_us:8.2f}"
+    if separate_us is not None:
+        beside += f"   all-reduce and norm {separate_us:8.2f}"
     return f"{format_bytes(row.up_to):>10} {chosen.us:8.2f} us  {subject.label}{choice_text(row)}{beside}"
 
 

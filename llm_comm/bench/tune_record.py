@@ -130,11 +130,13 @@ def _compared(content: Mapping[str, Any]) -> dict[str, Any]:
 
 def _entry(at_size: AtSize) -> dict[str, Any]:
     candidates = [{"us": m.us, "at_length": m.at_length, **m.row.entry()} for m in at_size.measured]
-    return {"bytes": at_size.size, "nccl_us": at_size.nccl_us, "candidates": candidates}
+    separate = {} if at_size.separate_us is None else {"separate_us": at_size.separate_us}
+    return {"bytes": at_size.size, "nccl_us": at_size.nccl_us, **separate, "candidates": candidates}
 
 
 def _at_size(entry: dict[str, Any]) -> AtSize:
-    return AtSize(int(entry["bytes"]), [_measured(**found) for found in entry["candidates"]], entry["nccl_us"])
+    measured = [_measured(**found) for found in entry["candidates"]]
+    return AtSize(int(entry["bytes"]), measured, entry["nccl_us"], entry.get("separate_us"))
 
 
 def _measured(us: float, at_length: bool, **of_row: Any) -> Measured:

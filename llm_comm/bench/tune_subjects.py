@@ -13,6 +13,7 @@ import torch.distributed as dist
 from llm_comm import _core, registry
 from llm_comm.bench import OPERATIONS
 from llm_comm.bench.collectives import PRIMITIVES
+from llm_comm.bench.fused import add_rms_norm, as_engines_run
 from llm_comm.bench.programs import rows_for
 from llm_comm.communicator import Communicator
 from llm_comm.config import Config
@@ -20,15 +21,26 @@ from llm_comm.options import MIB
 from llm_comm.planning.multicast import why_not
 from llm_comm.planning.plan import Plan, Problem
 from llm_comm.planning.programs import NO_PROGRAMS, Kernels
-from llm_comm.planning.tables import ALL_GATHER, ALL_REDUCE, FUSED, REDUCE_SCATTER, Row, of_symmetric, of_wire
+from llm_comm.planning.selection import wire_of
+from llm_comm.planning.tables import (
+    ALL_GATHER,
+    ALL_REDUCE,
+    FUSED,
+    REDUCE_SCATTER,
+    Row,
+    TuningTable,
+    of_symmetric,
+    of_wire,
+)
 
 #: Size of bf16, in which everything is measured.
 ELEMENT_BYTES = 2
 _DTYPE, _DATA_TYPE = torch.bfloat16, "bf16"
 _EPS = 1e-5
-#: Largest fused size measured. Above it each block has a row's tile for itself, kernels differ little, and the row of
-#: the largest size applies.
+#: Largest fused size measured. The row of the largest size applies to larger messages.
 LARGEST_FUSED = 64 * MIB
+#: Smallest fused size at which an all-reduce and a norm are timed too. Below, one kernel saves the start of another.
+_SEPARATE_FROM = MIB
 # Sizes from which NCCL is timed too. The table of all-reduces ends where NCCL wins. For the other operations NCCL's
 # times are information only.
 _COMPARE_FROM = {ALL_REDUCE: MIB, ALL_GATHER: MIB // 16, REDUCE_SCATTER: MIB // 16}
@@ -49,11 +61,13 @@ class Bound:
         plan: Returns the plan of ``call``.
         call: Runs the operation; the inputs stay unchanged.
         nccl: The same operation by NCCL, and a function that restores its input; None if NCCL is not timed.
+        separate: A fused operation by an all-reduce and a norm, and a function to call before; None if it is not timed.
     """
 
     plan: Callable[[], Plan]
     call: Call
     nccl: tuple[Call, Call] | None = None
+    separate: tuple[Call, Call] | None = None
 
 
 class Subject(Protocol):
@@ -166,29 +180,38 @@ class CollectiveSubject:
 
 
 class QuantizedSubject(CollectiveSubject):
-    """All-reduce of the messages that option ``wire`` quantizes.
+    """All-reduce or reduce-scatter of the messages that option ``wire`` quantizes.
 
     Args:
+        operation: ``ALL_REDUCE`` or ``REDUCE_SCATTER``.
         config: Options of the communicator; ``wire`` is not "none".
+        world_size: Number of ranks.
     """
 
-    def __init__(self, config: Config) -> None:
-        super().__init__(ALL_REDUCE)
-        self.wire, self._smallest = config.wire, config.wire_min_bytes
-        self.key, self.label = of_wire(ALL_REDUCE, config.wire), f"{config.wire} "
+    def __init__(self, operation: str, config: Config, world_size: int) -> None:
+        super().__init__(operation)
+        self._config, self._world_size = config, world_size
+        self.wire, self.key = config.wire, of_wire(operation, config.wire)
+        self.label = f"{config.wire} {self.label}"
 
     def sizes(self, smallest: int, largest: int) -> Iterator[int]:
-        return (size for size in doubling_sizes(smallest, largest) if size >= self._smallest)
+        sizes = doubling_sizes(smallest, largest)
+        return (size for size in sizes if wire_of(self.problem(size, self._world_size), self._config))
 
 
 class FusedSubject:
-    """All-reduce + residual add + RMSNorm on rows of ``hidden`` elements."""
+    """All-reduce + residual add + RMSNorm on rows of ``hidden`` elements.
 
-    operation = key = FUSED
-    label, is_symmetric, programs, wire = "fused ", False, NO_PROGRAMS, ""
+    Args:
+        hidden: Elements of a row.
+        table: Table by which all-reduces are chosen that are timed with a separate norm. None: none are.
+    """
 
-    def __init__(self, hidden: int) -> None:
-        self._hidden = hidden
+    operation, is_symmetric, programs = FUSED, False, NO_PROGRAMS
+
+    def __init__(self, hidden: int, table: TuningTable | None = None) -> None:
+        self._hidden, self._table = hidden, table
+        self.key, self.label, self.wire = FUSED, "fused ", ""
 
     def sizes(self, smallest: int, largest: int) -> Iterator[int]:
         """Yield the sizes of powers of two of rows, and of the numbers halfway between."""
@@ -210,7 +233,32 @@ class FusedSubject:
         weight = torch.ones(self._hidden, device=comm.device, dtype=_DTYPE)
         fused = comm.all_reduce_add_rms_norm
         call = partial(fused, x, residual, weight, _EPS, out=out, residual_out=residual_out)
-        return Bound(partial(comm.plan_all_reduce_add_rms_norm, x, weight), call)
+        plan = partial(comm.plan_all_reduce_add_rms_norm, x, weight)
+        if self._table is None or size < _SEPARATE_FROM:
+            return Bound(plan, call)
+        norm = as_engines_run(add_rms_norm, comm)
+
+        def separate() -> object:
+            if comm.accepts(x):
+                total = comm.all_reduce(x, out)
+            else:  # as engines do with messages that are too large
+                total = out.copy_(x)
+                dist.all_reduce(total, group=group)
+            return norm(total, residual, weight)
+
+        return Bound(plan, call, separate=(separate, partial(comm.use_table, self._table)))
+
+
+class QuantizedFusedSubject(FusedSubject):
+    """All-reduce + residual add + RMSNorm of the messages that option ``wire`` quantizes. See ``QuantizedSubject``."""
+
+    def __init__(self, hidden: int, table: TuningTable | None, config: Config) -> None:
+        super().__init__(hidden, table)
+        self.wire, self._smallest = config.wire, config.wire_min_bytes
+        self.key, self.label = of_wire(FUSED, config.wire), f"{config.wire} fused "
+
+    def sizes(self, smallest: int, largest: int) -> Iterator[int]:
+        return super().sizes(max(smallest, self._smallest), largest)
 
 
 def subjects_of(
@@ -220,10 +268,11 @@ def subjects_of(
     world_size: int,
     programs: Mapping[str, Kernels] = NO_PROGRAMS,
     config: Config | None = None,
+    table: TuningTable | None = None,
 ) -> list[Subject]:
     """Return the subjects for the names of operations, on symmetric tensors too if there are algorithms for them.
 
-    With option ``wire``, all-reduces are measured only where they are quantized.
+    With option ``wire``, operations that have algorithms for it are measured only where they are quantized.
 
     Args:
         names: Names from ``llm_comm.bench.OPERATIONS``.
@@ -232,18 +281,27 @@ def subjects_of(
         world_size: Number of ranks.
         programs: Programs to measure, on ordinary tensors only: programs do not serve symmetric ones.
         config: Options of the communicator. None: the defaults.
+        table: Table in use, by which all-reduces before separate norms are chosen. None: these are not timed.
     """
     gathers = "all-gather" in names
     # Memory for the result of an all-gather, or for input and output of an all-reduce.
     pool = SymmetricPool(largest * max(2, world_size if gathers else 0))
     known: dict[str, list[Subject]] = {
         "all-reduce": [CollectiveSubject(ALL_REDUCE, None, programs), CollectiveSubject(ALL_REDUCE, pool)],
-        "fused": [FusedSubject(hidden)],
+        "fused": [FusedSubject(hidden, table)],
         "all-gather": [CollectiveSubject(ALL_GATHER, None, programs), CollectiveSubject(ALL_GATHER, pool)],
         "reduce-scatter": [CollectiveSubject(REDUCE_SCATTER, None, programs)],
     }
     if config is not None and config.wire != "none":
-        known["all-reduce"] = [QuantizedSubject(config)]
+        has_wire = {
+            operation.name: any(algorithm.wire == config.wire for algorithm in operation.algorithms)
+            for operation in registry.operations().values()
+        }
+        known["all-reduce"] = [QuantizedSubject(ALL_REDUCE, config, world_size)]
+        if has_wire[REDUCE_SCATTER]:
+            known["reduce-scatter"] = [QuantizedSubject(REDUCE_SCATTER, config, world_size)]
+        if has_wire[FUSED]:
+            known["fused"] = [QuantizedFusedSubject(hidden, table, config)]
     return [subject for name in OPERATIONS if name in names for subject in known[name]]
 
 

@@ -8,6 +8,8 @@ message and adds the contributions of all ranks to its slice. Steps of an all-re
 3. The owner quantizes the fp32 sum and sends codes and scales to all ranks.
 4. Every rank, the owner included, returns the dequantized sum, rounded to the dtype of the message.
 
+The fused all-reduce + RMSNorm sums each tile of whole rows as a message of its own (``quantized_rows``).
+
 All functions accept tensors of CPUs and GPUs, and give equal bits on both.
 """
 
@@ -128,32 +130,98 @@ def slice_elements(count: int, world: int, block: int) -> int:
     return -(-count // (world * block)) * block
 
 
-def quantized_sum(contributions: Sequence[Tensor] | Tensor, wire: str, block: int) -> Tensor:
+def quantized_sum(
+    contributions: Sequence[Tensor] | Tensor, wire: str, block: int, elements_of_slice: int | None = None
+) -> Tensor:
     """Return the fp32 sums that owners compute, before they quantize them: [count].
 
     Args:
         contributions: Flat or shaped tensors of the ranks in rank order, of one dtype: bf16, fp16 or fp32.
         wire: Name of the format: ``e4m3``, ``e5m2`` or ``int8``.
         block: Elements that share a scale.
+        elements_of_slice: Elements that a rank adds, whole blocks. None: ``slice_elements`` of the message.
     """
     world, count = len(contributions), contributions[0].numel()
-    owner = torch.arange(count, device=contributions[0].device) // max(slice_elements(count, world, block), 1)
+    if elements_of_slice is None:
+        elements_of_slice = slice_elements(count, world, block)
+    owner = torch.arange(count, device=contributions[0].device) // max(elements_of_slice, 1)
+    return _sum_of_owners(contributions, owner, wire, block)
+
+
+def quantized_all_reduce(
+    contributions: Sequence[Tensor] | Tensor,
+    wire: str,
+    block: int = KERNEL_BLOCK,
+    elements_of_slice: int | None = None,
+) -> Tensor:
+    """Return what every rank returns, in shape and dtype of a contribution. See ``quantized_sum`` for arguments."""
+    total = quantized_sum(contributions, wire, block, elements_of_slice)
+    return _quantize_and_back(total, wire, block).to(contributions[0].dtype).view(contributions[0].shape)
+
+
+def quantized_rows(
+    contributions: Sequence[Tensor] | Tensor, wire: str, elements_of_slice: int, block: int = KERNEL_BLOCK
+) -> Tensor:
+    """Return the sums that the fused all-reduce + RMSNorm norms, in shape and dtype of a contribution.
+
+    A tile has as many whole rows as all ranks add elements of it, at least one. Each tile is summed as a message of its
+    own, and the last one may have fewer rows.
+
+    Args:
+        contributions: Tensors of the ranks in rank order, of one dtype: [..., hidden].
+        wire: Name of the format: ``e4m3``, ``e5m2`` or ``int8``.
+        elements_of_slice: Elements of a tile that a rank adds, whole blocks: 8 for each of the plan's ``tile_lines``.
+        block: Elements that share a scale.
+    """
+    world, hidden, count = len(contributions), contributions[0].shape[-1], contributions[0].numel()
+    if count == 0:
+        return contributions[0].clone()
+    of_tile = max(elements_of_slice * world // hidden, 1) * hidden
+    # Zeros fill the last block of each tile and do not change its scale.
+    of_padded = -(-of_tile // block) * block
+    tiles = -(-count // of_tile)
+
+    def in_tiles(x: Tensor) -> Tensor:
+        rows = torch.nn.functional.pad(x.flatten(), (0, tiles * of_tile - count)).view(tiles, of_tile)
+        return torch.nn.functional.pad(rows, (0, of_padded - of_tile)).flatten()
+
+    owner = (torch.arange(of_padded, device=contributions[0].device) // elements_of_slice).repeat(tiles)
+    total = _sum_of_owners([in_tiles(x) for x in contributions], owner, wire, block)
+    result = _quantize_and_back(total, wire, block).view(tiles, of_padded)[:, :of_tile].flatten()[:count]
+    return result.to(contributions[0].dtype).view(contributions[0].shape)
+
+
+def quantized_shard(
+    contributions: Sequence[Tensor] | Tensor, owner: int, wire: str, block: int = KERNEL_BLOCK
+) -> Tensor:
+    """Return what a reduce-scatter returns on rank ``owner``, in shape and dtype of a contribution.
+
+    Args:
+        contributions: Of each rank, its contribution to the owner's shard. See ``quantized_sum``.
+        owner: Rank that adds the shard, its own contribution unquantized.
+        wire: Name of the format: ``e4m3``, ``e5m2`` or ``int8``.
+        block: Elements that share a scale.
+    """
+    of_owner = torch.full((contributions[0].numel(),), owner, device=contributions[0].device)
+    total = _sum_of_owners(contributions, of_owner, wire, block)
+    return total.to(contributions[0].dtype).view(contributions[0].shape)
+
+
+def _sum_of_owners(contributions: Sequence[Tensor] | Tensor, owner: Tensor, wire: str, block: int) -> Tensor:
+    """Return the fp32 sums of each element, whose ``owner`` takes its own contribution unquantized: [count]."""
 
     def addend(rank: int) -> Tensor:
         own = contributions[rank].flatten().float()
-        return torch.where(owner == rank, own, dequantize(quantize(own, wire, block), wire, block))
+        return torch.where(owner == rank, own, _quantize_and_back(own, wire, block))
 
     total = addend(0)  # a sum that starts from 0 would turn -0 into +0
-    for rank in range(1, world):
+    for rank in range(1, len(contributions)):
         total = total + addend(rank)
     return total
 
 
-def quantized_all_reduce(contributions: Sequence[Tensor] | Tensor, wire: str, block: int = KERNEL_BLOCK) -> Tensor:
-    """Return what every rank returns, in shape and dtype of a contribution. See ``quantized_sum`` for arguments."""
-    total = quantized_sum(contributions, wire, block)
-    result = dequantize(quantize(total, wire, block), wire, block)
-    return result.to(contributions[0].dtype).view(contributions[0].shape)
+def _quantize_and_back(x: Tensor, wire: str, block: int) -> Tensor:
+    return dequantize(quantize(x, wire, block), wire, block)
 
 
 def _blocks(x: Tensor, block: int) -> Tensor:

@@ -73,7 +73,7 @@ def _describe_programs(table: TuningTable, config: Config, limit: int, programs:
 
 
 def describe_wire(config: Config, limit: int) -> str:
-    """Return the warning that all-reduces are lossy: "; all-reduces from 8 MiB to 256 MiB are quantized (fp8): lossy".
+    """Return the warning that sums are lossy: "; all-reduces from 8 MiB to 256 MiB are quantized (int8): lossy".
 
     Returns "" if no message up to ``limit`` bytes is quantized.
     """
@@ -82,7 +82,9 @@ def describe_wire(config: Config, limit: int) -> str:
         return ""
     smallest = f" from {format_bytes(quantized_from)}" if quantized_from else ""
     largest = "" if limit >= EVERY_SIZE else f" to {format_bytes(limit)}"
-    return f"; all-reduces{smallest}{largest} are quantized ({config.wire}): lossy"
+    scatters = any(a.wire == config.wire for a in registry.operations()[REDUCE_SCATTER].algorithms)
+    what = "all-reduces and reduce-scatters" if scatters else "all-reduces"
+    return f"; {what}{smallest}{largest} are quantized ({config.wire}): lossy"
 
 
 def describe_gather_scatter(table: TuningTable, config: EngineOptions, beyond: str = "") -> str:

@@ -104,7 +104,7 @@ def lay_out(
 def wire_of(problem: Problem, config: Config) -> str:
     """Return the type to which a message is quantized on the wire, "fp8" or "int8"; "" if it is sent exactly.
 
-    A forced algorithm decides at every size; a forced DSL program adds exactly. Else messages of ``wire_min_bytes`` and
+    A forced algorithm decides at every size; a forced DSL program adds exactly. Else inputs of ``wire_min_bytes`` and
     more are quantized, for operations and data types that have an algorithm for it.
     """
     if registry.is_program(config.algorithm):
@@ -113,7 +113,7 @@ def wire_of(problem: Problem, config: Config) -> str:
     of_wire = [a for a in algorithms if a.wire == config.wire and problem.data_type in a.data_types]
     if any(a.name == config.algorithm for a in algorithms):
         return config.wire if any(a.name == config.algorithm for a in of_wire) else ""
-    return config.wire if of_wire and problem.message_bytes() >= config.wire_min_bytes else ""
+    return config.wire if of_wire and problem.whole_bytes() >= config.wire_min_bytes else ""
 
 
 def smallest_quantized(limit: int, config: Config) -> int | None:
@@ -129,10 +129,12 @@ def smallest_quantized(limit: int, config: Config) -> int | None:
 
 
 def _saved_share(algorithm: registry.Algorithm, problem: Problem) -> float:
-    """Return ``Layout.saved_share``. A rank of a two-shot all-reduce sends (N - 1) / N of the message twice."""
+    """Return ``Layout.saved_share``. A rank of a two-shot all-reduce sends (N - 1) / N of the message twice, one of a
+    reduce-scatter N - 1 shards."""
     if not algorithm.wire:
         return 0.0
-    sent = 2 * (problem.world_size - 1) / problem.world_size
+    others = problem.world_size - 1
+    sent = others if registry.operations()[problem.operation].has_shards else 2 * others / problem.world_size
     return sent * (1 - QUANTIZED_BYTES / registry.data_types()[problem.data_type])
 
 
@@ -225,8 +227,8 @@ class Sizes(NamedTuple):
 def fused_sizes(table: TuningTable, config: Config) -> tuple[Sizes, ...]:
     """Return the sizes whose all-reduces are fused with norms, in order.
 
-    Where all-reduces are quantized, a fused message is quantized too. A format that fused kernels do not have is left to
-    an all-reduce and a norm.
+    Where all-reduces are quantized, a fused message is quantized too. A format that fused kernels do not have is left
+    to an all-reduce and a norm.
     """
     limit = exact_limit(table, config)
     # Messages that are not fused would get the engine's norm, with another bitwise result.

@@ -32,7 +32,8 @@ uint32_t distance(Bits a, Bits b) {
 template <DataType D>
 class FusedCall final : public Call {
  public:
-  // Rows of several tiles, clusters of as many blocks as have a share of the row, and more rows than clusters: only then
+  // In tiles of rows, a block has more tiles than buffers, and tiles have several rows.
+  // Else rows of several tiles, clusters of as many blocks as have a share of the row, and more rows than clusters: only then
   // does a block meet itself again in what it keeps for two rows, and blocks come to a row at different times.
   FusedCall(uint32_t algorithm, Quantization quantization, uint32_t ranks, Random& random)
       : algorithm_(algorithm),
@@ -42,7 +43,7 @@ class FusedCall final : public Call {
         lines_(has_whole_warps_           ? 4 * kWarpThreads
                : has_groups(quantization) ? kGroupLines * random.between(1, ranks > 4 ? 2 : 4)
                                           : random.between(1, random.pick({8u, 16u, ranks > 4 ? 16u : 40u}))),
-        rows_(random.between(1, random.pick({1u, 2u, 5u}))),
+        rows_(random.between(1, random.pick({1u, 2u, has_tiles() ? 12u : 5u}))),
         problem_{uint64_t{rows_} * lines_ * kElementsPerLine,
                  lines_ * kElementsPerLine,
                  D,
@@ -51,6 +52,8 @@ class FusedCall final : public Call {
     Registry::at(algorithm, [&]<class A>() {
       if constexpr (std::is_base_of_v<RowsInClusters<A>, A>) {
         tiling_ = draw_tiling_of_rows(A::span(problem_), random);
+      } else if constexpr (std::is_base_of_v<RowsInTiles<A>, A>) {
+        tiling_ = draw_tiling(algorithm, problem_, random, A::part_lines(problem_, random.between(1, 3)));
       } else {
         tiling_ = draw_tiling(algorithm, problem_, random);
       }
@@ -233,6 +236,12 @@ class FusedCall final : public Call {
       }
     });
     return shares;
+  }
+
+  bool has_tiles() const {
+    bool found = false;
+    Registry::at(algorithm_, [&]<class A>() { found = std::is_base_of_v<RowsInTiles<A>, A>; });
+    return found;
   }
 
   // `span`: lines of a row that a cluster walks over.

@@ -31,6 +31,12 @@ NO_HB = {r".*/port": "it has a session of its own"}
 NO_OFFSET = {r".*/two_shot_port": "without it an offset may be read that has not arrived"}
 #: Whose peers read what a rank has staged, or stored to all.
 ONE_HOP_BY_SWITCH = ("all_reduce/one_shot_ld_reduce", "all_gather/push_switch", "reduce_scatter/ld_reduce")
+#: Algorithms whose third team collects quantized sums, or norms sums.
+WITH_THIRD_TEAM = (
+    "all_reduce/two_shot_fp8_hb",
+    "all_reduce_add_rms_norm/two_shot_hb",
+    "all_reduce_add_rms_norm/two_shot_fp8_hb",
+)
 _WRONG = f"{WRONG_RESULT}|{NOBODY_IS_MISSING}"
 
 OF_CHANNELS = (
@@ -123,7 +129,20 @@ OF_CHANNELS = (
         "H2: what a second hop stores has memory of its own",
         (Edit(STEP_PIPELINE, "staging_of(comm_, receiver, hop)", "staging_of(comm_, receiver, WITHOUT ? 0 : hop)"),),
         failure=WRONG_RESULT,
-        subjects=("all_reduce/two_shot_hb", "all_reduce/two_shot_fp8_hb", "all_reduce/two_shot_int8_hb"),
+        subjects=("all_reduce/two_shot_hb", "all_reduce/two_shot_int8_hb", *WITH_THIRD_TEAM),
+    ),
+    Protection(
+        "hb_sums_have_arrived",
+        "what the ranks have added is read `depth` steps after it was stored",
+        (
+            Edit(
+                STEP_PIPELINE,
+                "const uint32_t behind = number * depth_;",
+                "const uint32_t behind = WITHOUT && number == 2 ? depth_ : number * depth_;",
+            ),
+        ),
+        failure=WRONG_RESULT,
+        subjects=("all_reduce/two_shot_hb", *WITH_THIRD_TEAM),
     ),
     # ---- Errors ----
     Protection(

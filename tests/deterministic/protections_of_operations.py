@@ -20,6 +20,7 @@ from protection import (
     Protection,
 )
 
+ROW_TILES = "csrc/algorithms/all_reduce_add_rms_norm/row_tiles.cuh"
 #: Plain lines, ordered by signals.
 NO_LL = {rf".*_hb|.*port|.*_ce|{PLAIN_BY_SWITCH}": "it sends no sentinel lines"}
 NO_SLOT = {rf".*_hb|.*port|.*_ce|{PLAIN_BY_SWITCH}": "it uses no slot"}
@@ -224,8 +225,8 @@ OF_OPERATIONS = (
         (
             Edit(
                 RMS_NORM,
-                "if (!SingleRow && thread_index() == 0) expect(set);",
-                "if (!WITHOUT && !SingleRow && thread_index() == 0) expect(set);",
+                "if (!SingleRow && leads()) expect(set);",
+                "if (!WITHOUT && !SingleRow && leads()) expect(set);",
             ),
         ),
         failure=HANGS,
@@ -246,7 +247,23 @@ OF_OPERATIONS = (
         "a warp delivers four chunks at once only where it holds four in a row",
         (Edit(RMS_NORM, "if (fills_warps_ &&", "if ((WITHOUT || fills_warps_) &&"),),
         failure=f"{WRONG_RESULT}|{HANGS}|{LEFT_ALONE}",  # too much or too little is counted
-        exempt={"all_reduce_add_rms_norm/one_shot": "its warps hold two chunks"},
+        exempt={
+            "all_reduce_add_rms_norm/one_shot": "its warps hold two chunks",
+            r"all_reduce_add_rms_norm/.*_hb": "it has no clusters, to whose blocks a warp delivers four chunks",
+        },
+    ),
+    Protection(
+        "warps_without_values",
+        "a warp without values of a row, which delivers nothing, does not wait for its sum of squares",
+        (
+            Edit(
+                ROW_TILES,
+                "if (team.thread / kWarpThreads * kWarpThreads >= args.row_lines) return;",
+                "if (!WITHOUT && team.thread / kWarpThreads * kWarpThreads >= args.row_lines) return;",
+            ),
+        ),
+        budget=20_000,
+        failure=f"{WRONG_RESULT}|{HANGS}",
     ),
     Protection(
         "nobody_leaves_alone",

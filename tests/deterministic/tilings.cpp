@@ -36,7 +36,7 @@ uint32_t draw_tunable(const Tunable& tunable, Random& random) {
 
 }  // namespace
 
-Tiling draw_tiling(uint32_t number, const Problem& problem, Random& random) {
+Tiling draw_tiling(uint32_t number, const Problem& problem, Random& random, uint32_t tile_lines) {
   const host::Algorithm& algorithm = info_of(number);
   for (int attempt = 0;; ++attempt) {
     TuningParameters choice;
@@ -46,7 +46,7 @@ Tiling draw_tiling(uint32_t number, const Problem& problem, Random& random) {
       const uint32_t value = attempt == 20 ? tunable.min : draw_tunable(tunable, random);
       if (name == "blocks") choice.blocks = value;
       if (name == "threads") choice.threads = value;
-      if (name == "tile_lines") choice.tile_lines = value;
+      if (name == "tile_lines") choice.tile_lines = tile_lines != 0 ? tile_lines : value;
       if (name == "cluster") choice.cluster = value;
       if (name == "depth") choice.depth = value;
     }

@@ -22,6 +22,6 @@ uint64_t launches(const Problem& problem, const Tiling& tiling);
 
 // Of any algorithm, from what its descriptor says of itself. The slots are often small ones, so that a message takes several
 // launches.
-Tiling draw_tiling(uint32_t number, const Problem& problem, Random& random);
+Tiling draw_tiling(uint32_t number, const Problem& problem, Random& random, uint32_t tile_lines = 0);
 
 }  // namespace drill

@@ -14,6 +14,7 @@ from fused_reference import (
     EPS,
     FP8,
     FUSED_DTYPES,
+    GROUPS,
     TYPES_AND_WORLDS,
     assert_normed,
     canonical,
@@ -24,6 +25,7 @@ from fused_reference import (
     quantized,
     row_scales,
     rows_of,
+    scales_of,
     special_rows,
 )
 from harness import RankPool, make_communicator
@@ -31,6 +33,7 @@ from reference import ALGORITHMS, assert_bitwise_equal, assert_is_sum, contribut
 from tables import fused_row, write_fused_table
 
 from llm_comm import Communicator, UnsupportedInputError
+from llm_comm.planning.tables import FUSED, Row
 
 types_and_worlds = pytest.mark.parametrize(
     ("dtype", "world"), TYPES_AND_WORLDS, ids=lambda value: str(value).removeprefix("torch.")
@@ -269,6 +272,139 @@ def check_quantization(dtype: torch.dtype) -> None:
 @every_dtype
 def test_fp8(ranks: RankPool, world: int, dtype: torch.dtype) -> None:
     ranks.run(world, check_quantization, dtype)
+
+
+# ---- Tiles of whole rows ---------------------------------------------------------------------------------------------
+
+#: hidden, rows, blocks, tile_lines, depth, rows of a tile on 2 and on 3 ranks. Blocks have more tiles than buffers. A
+#: row of 72 elements has 9 lines, which 2 ranks cannot share evenly.
+TILES = (
+    (4096, 27, 2, 512, 2, (2, 3)),
+    (8192, 10, 1, 600, 2, (1, 1)),
+    (72, 75, 3, 11, 2, (2, 3)),
+    (72, 40, 1, 1, 3, (1, 1)),
+    (2880, 40, 2, 370, 3, (2, 3)),
+)
+
+
+def tile_row(algorithm: str, blocks: int, tile_lines: int, depth: int) -> Row:
+    return Row(1 << 30, FUSED, algorithm, "HB", blocks=blocks, tile_lines=tile_lines, depth=depth)
+
+
+def check_tiles(dtype: torch.dtype, shape: tuple[int, int, int, int, int, tuple[int, int]]) -> None:
+    """Everything that a call returns has the bits of the LL kernel."""
+    hidden, rows, blocks, tile_lines, depth, rows_of_tile = shape
+    with make_communicator(algorithm="two_shot") as by_ll, make_communicator(algorithm="two_shot_hb") as comm:
+        comm.use_table(comm.table.with_rows(tile_row("two_shot_hb", blocks, tile_lines, depth)))
+        inputs = rows_of(comm.world_size, rows, hidden, dtype)
+        residual, weight = operands_of(rows, hidden, dtype)
+        plan = comm.plan_all_reduce_add_rms_norm(inputs[0], weight)
+        what = f"{rows} rows of {hidden} {dtype}: {plan}"
+        assert (plan.algorithm, plan.blocks, plan.depth, plan.chunks) == ("two_shot_hb", blocks, depth, 1), what
+        of_tile = max(plan.tile_lines * comm.world_size // (hidden // 8), 1)
+        assert of_tile == rows_of_tile[comm.world_size - 2], what
+        assert rows > 2 * depth * blocks * of_tile, what
+
+        for r in (residual, None):
+            expected = by_ll.all_reduce_add_rms_norm(inputs[comm.rank], r, weight, EPS)
+            check_outputs(comm, inputs[comm.rank], r, weight, expected, what)
+        assert_bitwise_equal(canonical(expected[1]), new_residual_of(inputs, None), what)
+        check_fp8_of_tiles(comm, by_ll, inputs[comm.rank], residual, weight, what)
+
+
+def check_outputs(
+    comm: Communicator,
+    x: torch.Tensor,
+    residual: torch.Tensor | None,
+    weight: torch.Tensor,
+    expected: tuple[torch.Tensor, torch.Tensor],
+    what: str,
+) -> None:
+    """Aligned tensors, all tensors or one of them an element behind an aligned address, and calls in place."""
+    normed, new_residual = expected
+    for unaligned in ("none", "all", "x", "residual", "weight", "out", "residual_out"):
+
+        def place(name: str, values: torch.Tensor, unaligned: str = unaligned) -> tuple[torch.Tensor, torch.Tensor]:
+            return at_offset(values, 1 if unaligned in ("all", name) else 0)
+
+        here = f"{what}, unaligned: {unaligned}"
+        source, _ = place("x", x)
+        given = None if residual is None else place("residual", residual)[0]
+        of_weight, _ = place("weight", weight)
+        out, out_buffer = place("out", torch.zeros_like(x))
+        new, new_buffer = place("residual_out", torch.zeros_like(x))
+        comm.all_reduce_add_rms_norm(source, given, of_weight, EPS, out=out, residual_out=new)
+        assert_bitwise_equal(new, new_residual, here)
+        assert_bitwise_equal(out, normed, here)
+        assert_bitwise_equal(source, x, f"{here}: the input")
+        assert_untouched_outside(out_buffer, out, here)
+        assert_untouched_outside(new_buffer, new, here)
+        if given is not None and residual is not None:
+            assert_bitwise_equal(given, residual, f"{here}: the residual")
+
+        source, buffer = place("x", x)
+        into = new if given is None else given
+        comm.all_reduce_add_rms_norm(source, given, of_weight, EPS, out=source, residual_out=into)
+        assert_bitwise_equal(into, new_residual, f"{here}, in place")
+        assert_bitwise_equal(source, normed, f"{here}, in place")
+        assert_untouched_outside(buffer, source, f"{here}, in place")
+        source, _ = place("x", x)
+        given = None if residual is None else place("residual", residual)[0]
+        comm.all_reduce_add_rms_norm(source, given, of_weight, EPS, out=out, residual_out=source)
+        assert_bitwise_equal(source, new_residual, f"{here}, new residual in the place of the input")
+        assert_bitwise_equal(out, normed, f"{here}, new residual in the place of the input")
+
+
+def check_fp8_of_tiles(
+    comm: Communicator,
+    by_ll: Communicator,
+    x: torch.Tensor,
+    residual: torch.Tensor,
+    weight: torch.Tensor,
+    what: str,
+) -> None:
+    for quantize in ("static", "dynamic", *(GROUPS if x.shape[-1] % 128 == 0 else ())):
+        given = {"scale": torch.tensor([0.0371])} if quantize == "static" else {}
+        expected = by_ll.all_reduce_add_rms_norm(x, residual, weight, EPS, quantize=quantize, **given)
+        for offset in (0, 1):
+            of_weight, _ = at_offset(weight, offset)
+            out, buffer = at_offset(torch.zeros_like(x, dtype=FP8), offset)
+            found = comm.all_reduce_add_rms_norm(x, residual, of_weight, EPS, out=out, quantize=quantize, **given)
+            here = f"{what}, {quantize}, offset {offset}"
+            assert torch.equal(out.view(torch.uint8), expected[0].view(torch.uint8)), here
+            assert_untouched_outside(buffer, out, here)
+            assert_bitwise_equal(found[1], expected[1], here)
+            if quantize != "static":
+                assert torch.equal(found[2], expected[2]), here
+                normed, _ = by_ll.all_reduce_add_rms_norm(x, residual, weight, EPS)
+                assert torch.equal(found[2], scales_of(normed, quantize)), here
+
+
+@pytest.mark.parametrize("shape", TILES, ids=lambda shape: f"{shape[1]}x{shape[0]}-depth{shape[4]}")
+@pytest.mark.parametrize("world", [2, 3])
+def test_tiles_of_whole_rows(
+    ranks: RankPool, world: int, shape: tuple[int, int, int, int, int, tuple[int, int]]
+) -> None:
+    ranks.run(world, check_tiles, torch.bfloat16 if world == 2 else torch.float16, shape)
+
+
+def check_tiles_of_special_values(dtype: torch.dtype) -> None:
+    with make_communicator(algorithm="two_shot_hb") as comm:
+        comm.use_table(comm.table.with_rows(tile_row("two_shot_hb", 2, 16, 2)))
+        inputs = special_rows(comm.world_size, dtype, 72)
+        residual, weight = operands_of(len(inputs[0]), 72, dtype)
+        assert comm.plan_all_reduce_add_rms_norm(inputs[0], weight).algorithm == "two_shot_hb"
+        check_call(comm, inputs, residual, weight, "special values in tiles")
+        check_call(comm, inputs, None, weight, "special values in tiles, no residual")
+        check_dynamic(comm, inputs, residual, weight, "special values in tiles")
+        # The only tile is not full.
+        one = [x[:1].contiguous() for x in inputs]
+        check_call(comm, one, residual[:1], weight, "one row")
+
+
+@every_dtype
+def test_special_values_in_tiles_of_rows(ranks: RankPool, dtype: torch.dtype) -> None:
+    ranks.run(3, check_tiles_of_special_values, dtype)
 
 
 # ---- Values ----------------------------------------------------------------------------------------------------------

@@ -8,13 +8,20 @@ import math
 import pytest
 import torch
 import torch.distributed as dist
+from fused_reference import EPS, FP8, assert_normed, canonical, exact_norm, operands_of, quantized, scales_of
 from harness import RankPool, error_of_setup, make_communicator, unnamed
 from reference import DTYPES, assert_bitwise_equal, assert_is_sum, rank_order_sum
 
 from llm_comm import Communicator
-from llm_comm.bench.wire_reference import FORMAT_OF_WIRE, KERNEL_BLOCK, quantized_all_reduce
+from llm_comm.bench.wire_reference import (
+    FORMAT_OF_WIRE,
+    KERNEL_BLOCK,
+    quantized_all_reduce,
+    quantized_rows,
+    quantized_shard,
+)
 from llm_comm.planning.selection import MAX_WIRE_BYTES
-from llm_comm.planning.tables import ALL_REDUCE, Row
+from llm_comm.planning.tables import ALL_REDUCE, FUSED, Row
 
 WORLD = 3
 SMALLEST = 64 << 10
@@ -53,8 +60,9 @@ def check_sums(comm: Communicator, wire: str) -> None:
 
 
 def check_others(comm: Communicator) -> None:
-    """Fused all-reduces, gathers and reduce-scatters of any size are as without the option."""
-    rows = 2 * SMALLEST // HIDDEN
+    """Gathers of any size are as without the option, and fused all-reduces and reduce-scatters that have no kernel of
+    the type or are small."""
+    rows = 2 * SMALLEST // HIDDEN if comm.config.wire == "int8" else SMALLEST // (2 * HIDDEN) - 1
     x, weight = drawn(comm.rank, rows * HIDDEN, BF16).view(rows, HIDDEN), torch.ones(HIDDEN, dtype=BF16)
     with make_communicator() as exact:
         for one, other in zip(
@@ -64,7 +72,7 @@ def check_others(comm: Communicator) -> None:
         ):
             assert_bitwise_equal(one, other, "fused")
         assert_bitwise_equal(comm.all_gather(x), exact.all_gather(x), "all-gather")
-        shards = drawn(comm.rank, WORLD * SMALLEST, BF16)
+        shards = drawn(comm.rank, WORLD * (rows * HIDDEN // WORLD), BF16)
         assert_bitwise_equal(comm.reduce_scatter(shards), exact.reduce_scatter(shards), "reduce-scatter")
 
 
@@ -77,6 +85,34 @@ def run(wire: str) -> None:
 @pytest.mark.parametrize("wire", FORMAT_OF_WIRE)
 def test_large_sums_are_quantized(ranks: RankPool, wire: str) -> None:
     ranks.run(WORLD, run, wire)
+
+
+def check_reduce_scatters(comm: Communicator) -> None:
+    """Shards of any shape, the last ones empty, and tensors that are only element-aligned."""
+    world = comm.world_size
+    for dtype in DTYPES:
+        for rows, inner, sizes in ((1, 1, None), (1, 7, None), (5, 3, [211, 400, 0]), (4, 64, [30, 41, 29])):
+            of_rank = sizes or [(SMALLEST // dtype.itemsize + 99) // inner // world] * world
+            shape = (rows, sum(of_rank), inner)
+            inputs = [drawn(rank, math.prod(shape) + 1, dtype)[1:].view(shape) for rank in range(world)]
+            parts = [x.split(of_rank, 1)[comm.rank] for x in inputs]
+            found = comm.reduce_scatter(inputs[comm.rank], 1, of_rank)
+            if inputs[0].nbytes >= SMALLEST:
+                expected = quantized_shard(parts, comm.rank, FORMAT_OF_WIRE["fp8"])
+                assert comm.plan_reduce_scatter(inputs[comm.rank], 1, of_rank).algorithm == "push_fp8_hb"
+                assert found.numel() == 0 or not torch.equal(found, rank_order_sum(parts))
+            else:
+                expected = rank_order_sum(parts)
+            assert_bitwise_equal(found, expected.view(found.shape), f"{shape} {dtype} {of_rank}")
+
+
+def run_reduce_scatters() -> None:
+    with make_communicator(wire="fp8", wire_min_bytes=SMALLEST) as comm:
+        check_reduce_scatters(comm)
+
+
+def test_large_reduce_scatters_are_quantized(ranks: RankPool) -> None:
+    ranks.run(WORLD, run_reduce_scatters)
 
 
 def special(rank: int, count: int, dtype: torch.dtype) -> torch.Tensor:
@@ -226,6 +262,134 @@ def test_sums_over_nodes_are_exact(ranks: RankPool) -> None:
     assert "option wire is 'fp8' (Python), and the ranks are on several nodes: their all-reduces are exact" in first[-1]
     assert not any("wire" in text for of_rank in others for text in of_rank)
 
+
+# ---- Fused with norms ------------------------------------------------------------------------------------------------
+
+#: hidden, rows, blocks, tile_lines, depth. A row of 72 elements ends within a block, so tiles do too.
+TILES = (
+    (4096, 27, 2, 512, 2),
+    (8192, 9, 1, 100, 2),
+    (72, 75, 3, 24, 2),
+    (72, 40, 1, 1, 3),
+    (2880, 40, 2, 368, 3),
+)
+
+
+def check_fused(dtype: torch.dtype, shape: tuple[int, int, int, int, int]) -> list[bytes]:
+    """Returns what all ranks must return alike."""
+    hidden, rows, blocks, tile_lines, depth = shape
+    with make_communicator(wire="fp8", wire_min_bytes=0) as comm:
+        row = Row(1 << 30, FUSED, "two_shot_fp8_hb", "HB", blocks=blocks, tile_lines=tile_lines, depth=depth)
+        comm.use_table(comm.table.with_rows(row))
+        inputs = [drawn(rank, rows * hidden, dtype).view(rows, hidden) for rank in range(comm.world_size)]
+        residual, weight = operands_of(rows, hidden, dtype)
+        plan = comm.plan_all_reduce_add_rms_norm(inputs[0], weight)
+        assert (plan.algorithm, plan.blocks, plan.depth, plan.chunks) == ("two_shot_fp8_hb", blocks, depth, 1), plan
+        total = quantized_rows(inputs, "e4m3", 8 * plan.tile_lines)
+        assert not torch.equal(total, rank_order_sum(inputs))
+        found = []
+        for r in (residual, None):
+            expected = total if r is None else total + r
+            what = f"{shape}, residual {r is not None}"
+            x = inputs[comm.rank].clone()
+            normed, new_residual = comm.all_reduce_add_rms_norm(x, r, weight, EPS)
+            assert_bitwise_equal(new_residual, expected, what)
+            assert_normed(normed, exact_norm(expected, weight, EPS), what)
+            assert_bitwise_equal(x, inputs[comm.rank], f"{what}: the input")
+            check_fused_in_place(comm, x, r, weight, (normed, new_residual), what)
+            found += [normed.view(torch.int16), new_residual.view(torch.int16)]
+            for quantize in (
+                "static",
+                "dynamic",
+                *(("group", "group_column_major_ue8m0") if hidden % 128 == 0 else ()),
+            ):
+                given = {"scale": torch.tensor([0.0371])} if quantize == "static" else {}
+                codes, new, *scales = comm.all_reduce_add_rms_norm(x, r, weight, EPS, quantize=quantize, **given)
+                scale = given["scale"] if quantize == "static" else scales_of(normed, quantize)
+                if quantize != "static":
+                    assert torch.equal(scales[0], scale), f"{what}, {quantize}"
+                assert codes.dtype == FP8
+                assert torch.equal(codes.float(), quantized(normed, quantize, scale).float()), f"{what}, {quantize}"
+                assert_bitwise_equal(new, expected, f"{what}, {quantize}")
+                found.append(codes.view(torch.uint8))
+        calls = comm.stats().by_operation()[FUSED]
+        assert {one.algorithm for one in comm.stats().calls} == {"two_shot_fp8_hb"}
+        world = comm.world_size
+        assert comm.stats().bytes_saved == round(calls.bytes * 2 * (world - 1) / world * (1 - 1.0625 / 2))
+        return [result.numpy().tobytes() for result in found]
+
+
+def check_fused_in_place(
+    comm: Communicator,
+    x: torch.Tensor,
+    residual: torch.Tensor | None,
+    weight: torch.Tensor,
+    expected: tuple[torch.Tensor, torch.Tensor],
+    what: str,
+) -> None:
+    """Calls in place, of aligned tensors and of those an element behind an aligned address."""
+    for offset in (0, 1):
+        source, given, of_weight = (
+            None
+            if values is None
+            else torch.cat([values.new_zeros(offset), values.flatten()])[offset:].view(values.shape)
+            for values in (x, residual, weight)
+        )
+        into = torch.empty_like(x) if given is None else given
+        comm.all_reduce_add_rms_norm(source, given, of_weight, EPS, out=source, residual_out=into)
+        assert_bitwise_equal(source, expected[0], f"{what}, in place, offset {offset}")
+        assert_bitwise_equal(into, expected[1], f"{what}, in place, offset {offset}")
+
+
+@pytest.mark.parametrize("shape", TILES, ids=lambda shape: f"{shape[1]}x{shape[0]}-depth{shape[4]}")
+@pytest.mark.parametrize("world", [2, 3])
+def test_fused_sums_are_quantized_in_tiles(ranks: RankPool, world: int, shape: tuple[int, int, int, int, int]) -> None:
+    first, *others = ranks.run(world, check_fused, BF16 if world == 2 else torch.float16, shape)
+    assert first
+    for of_rank in others:
+        assert of_rank == first
+
+
+def check_special_rows(dtype: torch.dtype) -> None:
+    hidden = 9 * KERNEL_BLOCK + 8
+    with make_communicator(wire="fp8", wire_min_bytes=0) as comm:
+        comm.use_table(
+            comm.table.with_rows(Row(1 << 30, FUSED, "two_shot_fp8_hb", "HB", blocks=2, tile_lines=80, depth=2))
+        )
+        inputs = [special(rank, 11 * hidden, dtype).view(11, hidden) for rank in range(comm.world_size)]
+        weight = torch.ones(hidden, dtype=dtype)
+        plan = comm.plan_all_reduce_add_rms_norm(inputs[0], weight)
+        assert plan.algorithm == "two_shot_fp8_hb"
+        _, found = comm.all_reduce_add_rms_norm(inputs[comm.rank], None, weight, EPS)
+        expected = quantized_rows(inputs, "e4m3", 8 * plan.tile_lines)
+        assert_bitwise_equal(canonical(found), canonical(expected), f"{dtype}")
+
+
+@pytest.mark.parametrize("world", [2, 3, 8])
+def test_special_values_of_fused_sums(ranks: RankPool, world: int) -> None:
+    for dtype in (BF16, torch.float16):
+        ranks.run(world, check_special_rows, dtype)
+
+
+def check_sizes_of_fused() -> None:
+    with make_communicator(wire="fp8", wire_min_bytes=SMALLEST) as comm:
+        weight = torch.ones(HIDDEN, dtype=BF16)
+        limit = SMALLEST // (2 * HIDDEN)
+        for rows in (1, limit - 1, limit, 2 * limit):
+            inputs = [drawn(rank, rows * HIDDEN, BF16).view(rows, HIDDEN) for rank in range(WORLD)]
+            plan = comm.plan_all_reduce_add_rms_norm(inputs[0], weight)
+            _, found = comm.all_reduce_add_rms_norm(inputs[comm.rank], None, weight, EPS)
+            assert (plan.algorithm == "two_shot_fp8_hb") == (rows >= limit), plan
+            exact = rank_order_sum(inputs)
+            expected = exact if rows < limit else quantized_rows(inputs, "e4m3", 8 * plan.tile_lines)
+            assert_bitwise_equal(found, expected, f"{rows} rows")
+
+
+def test_large_fused_sums_are_quantized(ranks: RankPool) -> None:
+    ranks.run(WORLD, check_sizes_of_fused)
+
+
+# ---- Compiled graphs -------------------------------------------------------------------------------------------------
 
 FEATURES = 256
 

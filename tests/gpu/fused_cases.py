@@ -2,7 +2,8 @@
 
 A case is one message through every communicator, eager or as a CUDA graph that is replayed with new inputs. The new
 residual must have the bits of the sum in rank order plus torch's addition, the norm must be within an ulp of the one in
-float64, and FP8 rows must be what torch makes of the normed ones.
+float64, and FP8 rows must be what torch makes of the normed ones. Where sums are quantized (option ``wire``), the sum
+is that of ``quantized_rows``, by the tiles of the case's plan.
 """
 
 from __future__ import annotations
@@ -15,11 +16,13 @@ from dataclasses import dataclass
 
 import torch
 from common import GraphPool, Recording, Session
+from plain_cases import QUANTIZED
 from values import Inputs, Values, beyond_bound, bits, differs, draw_values, magnitudes, rank_order_sum
 from verdicts import Guarded, Verdicts, Where, weights_of
 
 from llm_comm import Communicator, registry
-from llm_comm.planning.tables import FUSED
+from llm_comm.bench.wire_reference import FORMAT_OF_WIRE, quantized_rows
+from llm_comm.planning.tables import FUSED, Row
 
 _DTYPES = (torch.bfloat16, torch.float16)
 _FP8 = torch.float8_e4m3fn
@@ -129,7 +132,7 @@ class FusedRunner:
         self.communicators = communicators
         # Tables decline what is not worth fusing, which is to be right all the same.
         for comm in communicators.values():
-            comm.use_table(comm.table._replace(max_fused_bytes=1 << 40))
+            comm.use_table(comm.table._replace(max_fused_bytes=1 << 40).with_rows(*_rows_in_tiles(comm)))
         self._in_any_order = {name for name, comm in communicators.items() if _sums_in_switch(comm)}
         self._seed = options.seed
         self._shows_elements = options.only is not None
@@ -157,8 +160,8 @@ class FusedRunner:
                     self._fill(buffers, rows, residual, weight, case)
                     replay()
                     self.replays += 1
-                # Sums in any order are a result of their own.
-                result = f"round {number}" + f" of {name}" * (name in self._in_any_order)
+                # Sums in any order and quantized sums are a result of their own.
+                result = f"round {number}" + f" of {name}" * (name in self._in_any_order or name in QUANTIZED)
                 where = Where(case.number, result, case, name)
                 self._verify(where, case, buffers, rows, residual if case.has_residual else None, weight)
             self.calls[name, "graph" if case.replays else "eager"] += rounds
@@ -235,7 +238,7 @@ class FusedRunner:
         if where.call in self._in_any_order:
             wrong = beyond_bound(new, rows, residual)
         else:
-            expected = rank_order_sum(rows)
+            expected = self._expected_sum(self.communicators[where.call], rows, weight, case)
             wrong = differs(new, expected if residual is None else expected + residual)
         beyond = _beyond_an_ulp(normed, new, weight, case)
         mismatched = torch.zeros((), dtype=torch.int64, device=normed.device)
@@ -259,6 +262,30 @@ class FusedRunner:
                 f"{int(mismatched)} FP8 or scales",
                 flush=True,
             )
+
+    @staticmethod
+    def _expected_sum(comm: Communicator, rows: torch.Tensor, weight: torch.Tensor, case: FusedCase) -> torch.Tensor:
+        """Return the sum of the ranks' inputs, of which ``rows`` has one each: [count]."""
+        inputs = rows.view(-1, case.rows, case.hidden)
+        plan = comm.plan_all_reduce_add_rms_norm(inputs[0], weight)
+        algorithm = registry.operations()[FUSED].find(plan.algorithm, plan.protocol)
+        if algorithm is None or not algorithm.wire:
+            return rank_order_sum(rows)
+        elements_of_slice = plan.tile_lines * 16 // case.dtype.itemsize
+        return quantized_rows(inputs, FORMAT_OF_WIRE[algorithm.wire], elements_of_slice).flatten()
+
+
+def _rows_in_tiles(comm: Communicator) -> list[Row]:
+    """Rows of a table for an algorithm in tiles of rows that an option forces; else none.
+
+    The few blocks have several tiles each, so that they use their buffers again.
+    """
+    return [
+        Row(up_to, FUSED, algorithm.name, algorithm.protocol, blocks=blocks, tile_lines=tile_lines, depth=depth)
+        for algorithm in registry.operations()[FUSED].algorithms
+        if algorithm.name == comm.config.algorithm and algorithm.protocol == "HB"
+        for up_to, blocks, tile_lines, depth in ((60_000, 1, 40, 2), (500_000, 2, 520, 3), (1 << 40, 5, 1100, 2))
+    ]
 
 
 def _sums_in_switch(comm: Communicator) -> bool:

@@ -55,6 +55,8 @@ rows:
      blocks: 2, threads: 64, cluster: 2, depth: 1}
   - {operation: all_reduce_add_rms_norm, up_to: 20000, algorithm: one_shot, protocol: LL,
      blocks: 3, threads: 128, cluster: 1, depth: 2}
+  - {operation: all_reduce_add_rms_norm, up_to: 35000, algorithm: two_shot_hb, protocol: HB,
+     blocks: 2, tile_lines: 90, depth: 2}
   - {operation: all_reduce_add_rms_norm, up_to: 70000, algorithm: one_shot, protocol: LL,
      blocks: 16, threads: 512, cluster: 4, depth: 1}
   - {operation: all_reduce_add_rms_norm, up_to: 300000, algorithm: two_shot, protocol: LL,

@@ -4,8 +4,8 @@
 
 A case is one call through a communicator that is drawn, eager or captured in a CUDA graph, which is replayed with new
 inputs. All ranks draw the same cases and know all ranks' inputs. So each compares its result with what is due to it: of
-an all-gather the parts as they are, of a sum that in fp32 in rank order. ``--operation`` runs one kind alone, ``--only
-CASE`` one case.
+an all-gather the parts as they are, of a sum that in fp32 in rank order, quantized where the algorithm does so.
+``--operation`` runs one kind alone, ``--only CASE`` one case.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ from values import Inputs, Values, bits, differs, draw_values, rank_order_sum
 from verdicts import Guarded, Verdicts, Where, weights_of
 
 from llm_comm import Communicator, Config
+from llm_comm.bench.wire_reference import FORMAT_OF_WIRE, quantized_shard
 
 SETTLE_EVERY = 50
 MOST_FAILURES = 10
@@ -34,9 +35,11 @@ KINDS = ("all_gather", "reduce_scatter", "symmetric")
 #: By kind: the algorithms that are forced. "auto" goes by the table below.
 ALGORITHMS = {
     "all_gather": ("one_shot", "push_hb", "port", "auto"),
-    "reduce_scatter": ("one_shot", "push_hb", "auto"),
+    "reduce_scatter": ("one_shot", "push_hb", "push_fp8_hb", "auto"),
     "symmetric": ("direct_push_hb", "direct_port", "direct_ce", "two_shot_pull_hb", "two_shot_port", "two_shot_ce"),
 }
+#: Quantizes what it sends.
+QUANTIZED = "push_fp8_hb"
 #: Nothing may fill the queue of the GPU behind these, or load a kernel (docs/experiments/channels.md).
 BY_PROXY = ("port", "direct_port", "two_shot_port")
 # Grids and chunks that nobody would choose, so that blocks take many steps.
@@ -218,6 +221,9 @@ class Runner:
 
     def _expected(self, case: Case, rows: torch.Tensor) -> torch.Tensor:
         if not case.gathers:
+            if case.algorithm == QUANTIZED:
+                own = self._ranks.rank
+                return quantized_shard([case.part_of(row, own) for row in rows], own, FORMAT_OF_WIRE["fp8"])
             total = rank_order_sum(rows)
             return case.part_of(total, self._ranks.rank) if case.kind == "reduce_scatter" else total
         parts = [case.part_of(row, rank).view(case.rows, -1, case.inner) for rank, row in enumerate(rows)]
@@ -240,7 +246,8 @@ def open_communicators(ranks: Session, kind: str) -> Iterator[dict[str, Communic
         def make(name: str) -> Communicator:
             table = Path(directory, f"{name}.yaml")
             table.write_text(table_of(name), encoding="utf-8")
-            return Communicator(ranks.group, ranks.device, Config.load(table=str(table), algorithm=name))
+            wire = "fp8" if name == QUANTIZED else "none"
+            return Communicator(ranks.group, ranks.device, Config.load(table=str(table), algorithm=name, wire=wire))
 
         yield {name: stack.enter_context(make(name)) for name in ALGORITHMS[kind]}
 

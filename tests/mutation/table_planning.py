@@ -17,9 +17,11 @@ VERDICTS = "llm_comm/cli/engine_verdicts.py"
 DESCRIPTIONS = "llm_comm/integrations/descriptions.py"
 JOINING = "llm_comm/integrations/joining.py"
 MODELS = "llm_comm/planning/models.py"
+GRAPHS = "llm_comm/integrations/vllm/compiled_graphs.py"
 MODEL_VERDICTS = "llm_comm/cli/model_verdicts.py"
 
 SHAPES = "tests/unit/test_selection.py"
+OF_FUSED_SIZES = "tests/unit/test_fused_sizes.py"
 FUSED_SHAPES = "tests/unit/test_fused_selection.py"
 OF_TABLES = "tests/unit/test_tables.py"
 OF_LAYERS = "tests/unit/test_layer_tables.py"
@@ -36,16 +38,117 @@ PLANNING: tuple[Mutant, ...] = (
     python(
         "the largest fused message is declined",
         SELECTION,
-        "if message_bytes > of_operation",
-        "if message_bytes >= of_operation",
+        "sizes.first <= message_bytes <= sizes.last",
+        "sizes.first <= message_bytes < sizes.last",
+        OF_FUSED_SIZES,
         FUSED_SHAPES,
+    ),
+    python(
+        "the smallest of the large fused messages is declined",
+        SELECTION,
+        "sizes.first <= message_bytes <= sizes.last",
+        "sizes.first < message_bytes <= sizes.last",
+        OF_FUSED_SIZES,
     ),
     python(
         "fused messages have the limit of others",
         SELECTION,
-        "return min(limit, table.max_fused_bytes) if operation == FUSED else limit",
-        "return limit",
+        "sizes = Sizes(0, min(limit, table.max_fused_bytes))",
+        "sizes = Sizes(0, limit)",
+        OF_FUSED_SIZES,
         FUSED_SHAPES,
+    ),
+    python(
+        "fused messages may be larger than others",
+        SELECTION,
+        "sizes = Sizes(0, min(limit, table.max_fused_bytes))",
+        "sizes = Sizes(0, table.max_fused_bytes)",
+        OF_FUSED_SIZES,
+    ),
+    python(
+        "ranges of fused sizes that adjoin stay apart",
+        SELECTION,
+        "if table.large_fused_bytes <= sizes.last + 1:",
+        "if table.large_fused_bytes <= sizes.last:",
+        OF_FUSED_SIZES,
+    ),
+    python(
+        "the limit of large fused messages is that of small ones too",
+        SELECTION,
+        "Sizes(0, max(limit, sizes.last))",
+        "Sizes(0, limit)",
+        OF_FUSED_SIZES,
+    ),
+    python(
+        "a range of fused sizes is empty",
+        SELECTION,
+        "if table.large_fused_bytes <= limit else (sizes,)",
+        "if limit >= 0 else (sizes,)",
+        OF_FUSED_SIZES,
+    ),
+    python(
+        "a fused message is exact where an all-reduce is quantized",
+        SELECTION,
+        "if has_format else quantized_from - 1",
+        "if has_format else limit",
+        OF_FUSED_SIZES,
+    ),
+    python(
+        "the smallest quantized message is fused exactly",
+        SELECTION,
+        "if has_format else quantized_from - 1",
+        "if has_format else quantized_from",
+        OF_FUSED_SIZES,
+    ),
+    python(
+        "no fused message is quantized",
+        SELECTION,
+        "message_limit(ALL_REDUCE, table, config) if has_format",
+        "message_limit(ALL_REDUCE, table, config) if False",
+        OF_FUSED_SIZES,
+    ),
+    python(
+        "quantized fused messages have the limit of exact ones",
+        SELECTION,
+        "limit = message_limit(ALL_REDUCE, table, config) if has_format",
+        "limit = limit if has_format",
+        OF_FUSED_SIZES,
+    ),
+    python(
+        "where norms do not depend on the batch, some are not fused",
+        SELECTION,
+        "return (Sizes(0, limit),)",
+        "pass",
+        OF_FUSED_SIZES,
+        FUSED_SHAPES,
+    ),
+    python(
+        "the smallest large batch is compiled with those that are not fused",
+        GRAPHS,
+        "{tokens.first - 1, tokens.last}",
+        "{tokens.first, tokens.last}",
+        OF_FUSED_SIZES,
+    ),
+    python(
+        "a batch is fused that is a little too small",
+        GRAPHS,
+        "Sizes(-(-sizes.first // token_bytes), ",
+        "Sizes(sizes.first // token_bytes, ",
+        OF_FUSED_SIZES,
+    ),
+    python(
+        "a graph is fused whose smallest batch is not",
+        GRAPHS,
+        "one.first <= first and last <= one.last",
+        "last <= one.last",
+        OF_FUSED_SIZES,
+    ),
+    python(
+        "graphs of other fused sizes have the same key",
+        GRAPHS,
+        "{[tuple(sizes) for sizes in fused_sizes]}",
+        "{fused_sizes[0]}",
+        OF_FUSED_SIZES,
     ),
     python(
         "an option does not lower a table's limit",
@@ -199,6 +302,13 @@ PLANNING: tuple[Mutant, ...] = (
     ),
     cpp("rows of one size are allowed", FILES, "found->second.may_repeat", "true", OF_TABLES, OF_LAYERS),
     cpp("misspelt keys are passed over", FILES, "is_among(key, all)", "true", OF_TABLES),
+    python(
+        "a table file loses its large fused messages",
+        "llm_comm/planning/catalogue.py",
+        "{} if table.large_fused_bytes is None else",
+        "{} if True else",
+        OF_TABLES,
+    ),
     python(
         "limits of a file are passed over",
         "llm_comm/planning/catalogue.py",

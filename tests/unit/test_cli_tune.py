@@ -6,6 +6,7 @@ import argparse
 import contextlib
 import itertools
 import os
+from collections.abc import Iterator
 from pathlib import Path
 from types import MappingProxyType, SimpleNamespace
 from typing import Any
@@ -63,7 +64,7 @@ def started(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
         (["--hidden", "100"], "--hidden 100: rows of fused operations have a multiple of 8 elements, up to 16384"),
         (["--hidden", "16392"], "--hidden 16392: rows"),
         (["--max", "8K"], "--min 1K, --max 8K: no fused message lies between; they are rows of 16384 bytes"),
-        (["--min", "32M"], "--min 32M, --max 64M: no fused message lies between"),
+        (["--min", "96M", "--max", "128M"], "--min 96M, --max 128M: no fused message lies between"),
         (["--min", "2M", "--max", "1M", "--operations", "all-reduce"], "--min 2M, --max 1M: the largest"),
     ],
 )
@@ -194,7 +195,7 @@ def test_sizes_up_to_the_largest(smallest: int, largest: int, sizes: list[int]) 
 def test_sizes_of_fused_messages_are_whole_rows() -> None:
     assert list(FusedSubject(512).sizes(1024, 6 * 1024)) == [1024, 2048, 3072, 4096, 6144]
     assert list(FusedSubject(512).sizes(1025, 6 * 1024 - 1)) == [2048, 3072, 4096]
-    assert max(FusedSubject(8192).sizes(1024, 1 << 30)) == 16 << 20
+    assert max(FusedSubject(8192).sizes(1024, 1 << 30)) == 64 << 20
 
 
 def test_nccl_is_timed_from_a_mebibyte_on(group: dist.ProcessGroup) -> None:
@@ -273,7 +274,11 @@ def test_a_failed_communicator_is_no_refusal(group: dist.ProcessGroup) -> None:
         measure(Failed(), group, FusedSubject(8192), arguments())
 
 
-def test_a_size_without_candidates_is_noticed_before_any_is_measured() -> None:
+def test_a_size_without_candidates_is_noticed_before_any_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    def of_small_sizes(problem: Problem, *_: object, **__: object) -> Iterator[Row]:
+        return iter([FUSED_ROW] if problem.message_bytes() <= 4 << 20 else [])
+
+    monkeypatch.setattr(tune, "candidates", of_small_sizes)
     given = arguments(min=1024, max=8 << 20, hidden=64, operations=("fused",))
     with pytest.raises(ConfigError, match="no shape of grid and tile is worth measuring at 6M on this device"):
         tune.require_candidates(given, subjects_of(["fused"], 64, given.max, 8), 8, limits_of(CONFIG))

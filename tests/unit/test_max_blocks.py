@@ -51,7 +51,7 @@ def test_large_operations_take_so_many_blocks_at_most(operation: str, world: int
                 continue
             more += 1
             assert bounded.plan.reason == f"{free.plan.reason}; max_blocks={most}"
-            assert bounded.plan.protocol == ("LL" if operation == FUSED else "HB"), "which needs fewer blocks"
+            assert bounded.plan.protocol == "HB", "HB needs fewer blocks than LL"
             assert (free.direct is None) == (bounded.direct is None)
             if bounded.direct is not None:
                 assert 1 <= bounded.direct[2].blocks <= most

@@ -117,6 +117,9 @@ INVALID_TABLES: dict[str, tuple[list[Any], dict[str, Any], str]] = {
     "limit a word": ([ENTRY], {"max_message_bytes": "much"}, "max_message_bytes is 'much'"),
     "negative limit": ([ENTRY], {"max_message_bytes": -1}, "max_message_bytes is -1"),
     "limit a fraction": ([ENTRY], {"max_fused_bytes": 1.5}, "max_fused_bytes is 1.5"),
+    "large fused size a fraction": ([ENTRY], {"large_fused_bytes": 1.5}, "large_fused_bytes is 1.5"),
+    "large fused size a text": ([ENTRY], {"large_fused_bytes": "24M"}, "large_fused_bytes is '24M'"),
+    "large fused size without a value": ([ENTRY], {"large_fused_bytes": None}, "large_fused_bytes is null"),
     "limit without a value": ([ENTRY], {"fused_blocks": None}, "fused_blocks is null"),
     "no world": ([ENTRY], {"world_size": None}, "world_size is null"),
     "misspelt limit": ([ENTRY], {"max_fused_byte": 1}, "no such key as max_fused_byte"),
@@ -319,6 +322,17 @@ def test_what_is_written_is_read_again(tmp_path: Path) -> None:
     assert len(lines) == len(ROWS)
 
 
+@pytest.mark.parametrize("large", [None, 0, 24 << 20])
+def test_large_fused_messages_are_written_and_read_again(large: int | None, tmp_path: Path) -> None:
+    table = TuningTable("table.yaml", by_operation(ROWS), 1 << 20, large_fused_bytes=large)
+    path = tmp_path / "table.yaml"
+    text = table_text("NVIDIA X", 4, table, {})
+    path.write_text(text)
+    assert text.splitlines().count(f"large_fused_bytes: {large}") == (large is not None)
+    assert load_table(path).table == table
+    assert load_table(write_table(path, list(ROWS))).table.large_fused_bytes is None
+
+
 def test_figures_of_rows_are_kept_and_choose_nothing(tmp_path: Path) -> None:
     """Rows of one file may have them or not."""
     figured = GOOD._replace(us=2.25, runner_up=RunnerUp("two_shot", "LL", 3))
@@ -371,6 +385,7 @@ def test_digests_tell_tables_apart(tmp_path: Path) -> None:
         table._replace(rows={ALL_REDUCE: table.rows[ALL_REDUCE]}),
         table.with_rows(FUSED_ROWS[0]),
         table._replace(max_fused_bytes=1),
+        table._replace(large_fused_bytes=1 << 21),
         table._replace(fused_blocks=1),
         table._replace(name="other"),
     ]

@@ -16,6 +16,7 @@ from llm_comm.bench.wire_reference import (
     dequantize,
     quantize,
     quantized_all_reduce,
+    quantized_rows,
     quantized_sum,
     scale_factor,
     slice_elements,
@@ -224,6 +225,40 @@ def test_owners_add_in_rank_order_and_take_their_own_part_unquantized(wire: str,
     assert_equal_bits(quantized_all_reduce(inputs, wire, 32), round_trip(expected, wire))
     if count:
         assert_equal_bits(quantized_all_reduce(torch.stack(inputs), wire, 32), round_trip(expected, wire))
+
+
+@every_wire
+@pytest.mark.parametrize("world", [2, 3])
+def test_slices_of_another_length(wire: str, world: int) -> None:
+    """The last rank adds what is left. Ranks behind it add nothing."""
+    inputs = [ramp(300 + rank)[rank:] * (rank + 1) for rank in range(world)]
+    for part in (32, 128, 192, 320):
+        addends = [round_trip(x, wire) for x in inputs]
+        for rank, x in enumerate(inputs):
+            own = slice(rank * part, (rank + 1) * part)
+            addends[rank][own] = x[own]
+        expected = addends[0]
+        for addend in addends[1:]:
+            expected = expected + addend
+        assert_equal_bits(quantized_sum(inputs, wire, 32, part), expected)
+        assert_equal_bits(quantized_all_reduce(inputs, wire, 32, part), round_trip(expected, wire))
+
+
+@every_wire
+@pytest.mark.parametrize(
+    ("rows", "hidden", "part", "rows_of_tile"),
+    [(5, 64, 64, 2), (7, 72, 128, 3), (4, 72, 64, 1), (1, 72, 512, 14), (3, 4096, 2048, 1), (0, 64, 64, 2)],
+)
+def test_tiles_of_rows_are_messages_of_their_own(
+    wire: str, rows: int, hidden: int, part: int, rows_of_tile: int
+) -> None:
+    inputs = [ramp(rows * hidden + rank, torch.bfloat16)[rank:].view(rows, hidden) for rank in range(2)]
+    found = quantized_rows(inputs, wire, part)
+    assert (found.shape, found.dtype) == (inputs[0].shape, inputs[0].dtype)
+    for first in range(0, rows, rows_of_tile):
+        tile = [x[first : first + rows_of_tile] for x in inputs]
+        expected = quantized_all_reduce(tile, wire, elements_of_slice=part)
+        assert torch.equal(found[first : first + rows_of_tile], expected)
 
 
 def test_results_have_the_shape_and_dtype_of_a_contribution() -> None:

@@ -35,6 +35,7 @@ ROWS = tuple(
 )
 TABLE = TuningTable("test", by_operation([EXACT, *ROWS]), 64 * MIB, min_symmetric_bytes=0)
 NO_ROWS = TuningTable("exact rows", by_operation([EXACT]), 64 * MIB, min_symmetric_bytes=0)
+FUSED_PARAMETERS = (1e-5, 0.0, 0.0)
 WIRES = pytest.mark.parametrize("wire", ALGORITHMS)
 
 
@@ -114,13 +115,25 @@ def test_what_is_within_the_limit_is_served(limit: int, options: dict[str, int])
 
 @WIRES
 def test_other_operations_are_exact(wire: str) -> None:
+    """Fused kernels quantize to fp8 alone (``test_large_fused_messages_are_quantized_to_fp8``)."""
     config = CONFIG.replace(wire=wire, wire_min_bytes=0)
-    by_rows = planner(config, world=2).lay_out(FUSED, 64 * 512, 512, "bf16", (1e-5, 0.0, 0.0))
+    by_rows = planner(config, world=2).lay_out(FUSED, 64 * 512, 512, "bf16", FUSED_PARAMETERS)
     gather = planner(config, world=2).lay_out(ALL_GATHER, 4 * MIB, 0, "byte", (1.0, 4.0 * MIB, 4.0 * MIB))
-    for layout, like in ((by_rows, FUSED), (gather, ALL_GATHER)):
+    for layout, like in (((by_rows, FUSED),) if wire == "int8" else ()) + ((gather, ALL_GATHER),):
         assert layout.plan.operation == like
         assert layout.plan.algorithm not in ALGORITHMS.values()
         assert layout.saved_share == 0
+
+
+def test_large_fused_messages_are_quantized_to_fp8() -> None:
+    config = CONFIG.replace(wire="fp8", wire_min_bytes=MIB)
+    table = TABLE._replace(max_fused_bytes=4 * MIB)
+    for nbytes, wire in ((MIB - 1024, ""), (MIB, "fp8"), (4 * MIB, "fp8")):
+        layout = planner(config, table, 2).lay_out(FUSED, nbytes // 2, 512, "bf16", FUSED_PARAMETERS)
+        assert (layout.plan.algorithm == ALGORITHMS["fp8"]) == bool(wire), layout.plan
+        assert layout.saved_share == pytest.approx(1 - 1.0625 / 2 if wire else 0.0)
+    layout = planner(CONFIG, table, 2).lay_out(FUSED, 2 * MIB, 512, "bf16", FUSED_PARAMETERS)
+    assert layout.plan.algorithm not in ALGORITHMS.values()
 
 
 @WIRES

@@ -48,12 +48,8 @@ LLM_COMM_DEVICE void two_shot_quantized_hb(const AllReduceArgs& args, OperationK
 
 // Algorithm defines kInfo, kWire and kernel().
 template <class Algorithm>
-struct TwoShotQuantizedHB : Chunked<Algorithm> {
-  using Base = Chunked<Algorithm>;
+struct TwoShotQuantizedHB : QuantizedChunks<Algorithm> {
   static constexpr uint32_t kTeams = kTwoShotTeams;
-  static constexpr Tunables kTunables{{{"blocks", 1, kMaxChunkedBlocks},
-                                       {"tile_lines", kQuantizedChunkLines, 1u << 16},
-                                       {"depth", kMinHBDepth, Base::kMaxDepth}}};
 
   struct Operation : AllReduce {
     template <class Input>
@@ -68,47 +64,6 @@ struct TwoShotQuantizedHB : Chunked<Algorithm> {
   static constexpr uint64_t shard_lines(const Problem& problem, uint64_t units) {
     const uint32_t bytes = element_bytes(problem.type);
     return lines_of_quantized_slice(divide_up(units * bytes, sizeof(Line)), problem.world, bytes);
-  }
-
-  static constexpr uint64_t buffer_lines(uint64_t tile_lines) {
-    return lines_of_quantized_chunk(static_cast<uint32_t>(tile_lines));
-  }
-
-  // If the staging memory is too small, chunks shrink and the number of blocks stays.
-  static Tiling tile(const Problem& problem, const TuningParameters& tuning, const Limits& limits) {
-    Tiling tiling{tuning.blocks, kQuantizedChunkLines, 1, tuning.depth < kMinHBDepth ? kMinHBDepth : tuning.depth,
-                  problem.count};
-    const uint64_t of_smallest = Base::staging_bytes(tiling, problem.world);
-    const uint64_t most = of_smallest == 0 ? 0 : limits.staging_bytes / of_smallest;
-    const uint64_t wanted = tuning.tile_lines / kQuantizedChunkLines;
-    tiling.tile_lines *= static_cast<uint32_t>(std::clamp<uint64_t>(wanted, 1, most < 1 ? 1 : most));
-    return tiling;
-  }
-
-  static Grid grid(const Problem& problem, const Tiling& tiling, uint64_t units, const Limits& limits) {
-    if (tiling.tile_lines % kQuantizedChunkLines != 0) {
-      throw std::invalid_argument("tile_lines is " + std::to_string(tiling.tile_lines) + "; it must be a multiple of " +
-                                  std::to_string(kQuantizedChunkLines));
-    }
-    return Base::grid(problem, tiling, units, limits);
-  }
-
-  // First a shape for any size, within 3 % of the fastest from 8 to 64 MiB on 2 GPUs: as many blocks as multiprocessors,
-  // if the staging memory has room for them. A block gets one chunk, or several of kMostLines.
-  static std::vector<TuningParameters> candidates(const Problem& problem, const Limits& limits) {
-    constexpr uint64_t kFewestLines = 64;
-    constexpr uint64_t kMostLines = 1024;
-    constexpr uint32_t kDepth = kMinHBDepth;
-    const uint64_t of_a_block = Base::staging_bytes({1, kQuantizedChunkLines, 1, kDepth, 0}, problem.world);
-    const uint64_t most = std::clamp<uint64_t>(limits.staging_bytes / of_a_block, 1, kMaxChunkedBlocks);
-    const auto blocks = static_cast<uint32_t>(std::min<uint64_t>(limits.multiprocessors(), most));
-    const uint64_t lines =
-        divide_up(shard_lines(problem, problem.count), uint64_t{blocks} * kQuantizedChunkLines) * kQuantizedChunkLines;
-    std::vector<TuningParameters> found = Base::candidates(problem, limits);
-    found.insert(found.begin(), {.blocks = blocks,
-                                 .tile_lines = static_cast<uint32_t>(std::clamp(lines, kFewestLines, kMostLines)),
-                                 .depth = kDepth});
-    return found;
   }
 };
 

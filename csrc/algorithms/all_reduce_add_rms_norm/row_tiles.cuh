@@ -7,7 +7,7 @@
 //
 //   team 0   sends the other ranks' parts of tile t
 //   team 1   adds this rank's part of tile t - depth, sends the sums to all ranks and keeps them
-//   team 2   adds the residual to tile t - 2 * depth, norms its rows and stores both; as many threads as the others have
+//   team 2   adds the residual to tile t - 2 * depth, norms its rows and stores both
 //
 // The copy is written depth steps before team 2 reads it, and overwritten 2 * depth steps later, like the sums of other
 // ranks (step_pipeline.cuh).
@@ -22,9 +22,9 @@
 
 namespace llm_comm::inline LLM_COMM_TARGET {
 
-inline constexpr uint32_t kNormShare = 2;  // threads of team 2, as Team::of() takes them
-inline constexpr uint32_t kNormShares = kTwoShotTeams - 1 + kNormShare;
-inline constexpr uint32_t kMaxShareThreads = 128;  // more threads would have too few registers
+using RowTeams = TeamShares<2, 3, 4>;
+inline constexpr uint32_t kMaxShareThreads = 64;  // more threads would have too few registers
+inline constexpr uint32_t kMaxRowThreads = RowTeams::kAll * kMaxShareThreads + kWarpThreads;
 
 // The tiles of a block, and the part of each that a rank adds. The parts have args.tile_lines lines; the last ones may
 // be short or empty.
@@ -77,22 +77,23 @@ class TilePart {
   uint32_t lines_;
 };
 
-// Adds the residual to the rows of a tile, norms them and stores both. All threads of a team call it. sum(line): a line of
-// the tile.
-template <class Norm, class Sum>
+// Adds the residual to the rows of a tile, norms them and stores both. All threads of a team call it. `sums`: the tile's
+// sums, as Exchange::tile() returns them.
+template <class Norm, class Sums>
 LLM_COMM_DEVICE void norm_rows(const AddRmsNormArgs& args, Norm& norm, const Team& team, uint32_t first, uint32_t rows,
-                               Sum sum, float static_scale) {
+                               const Sums& sums, float static_scale) {
   using Values = typename Norm::Values;
   using Position = typename Norm::Position;
   constexpr uint32_t kHeldTiles = 4;
-  constexpr uint32_t kThreads = kNormShare * kMaxShareThreads;
+  constexpr uint32_t kThreads = RowTeams::kLast * kMaxShareThreads;
   const auto position_of = [&](uint32_t line) -> Position {
     return {line * kElementsPerLine, line < args.row_lines};
   };
-  const auto sum_of = [&](uint32_t row, Position at) {
-    const uint32_t line = (row - first) * args.row_lines + at.index / kElementsPerLine;
-    return at.exists ? __builtin_bit_cast(Values, sum(line)) : Values{};
+  using Loaded = decltype(sums.load(0));
+  const auto load = [&](uint32_t row, Position at) {
+    return at.exists ? sums.load((row - first) * args.row_lines + at.index / kElementsPerLine) : Loaded{};
   };
+  const auto sum_of = [&](const Loaded& loaded) { return __builtin_bit_cast(Values, Sums::line(loaded)); };
   if (team.thread / kWarpThreads * kWarpThreads >= args.row_lines) return;  // RmsNorm wants only warps with values
   if (team.threads != kThreads || args.row_lines > kHeldTiles * kThreads || !norm.is_aligned()) {
     const auto position = [&](uint32_t tile) { return position_of(tile * team.threads + team.thread); };
@@ -101,7 +102,7 @@ LLM_COMM_DEVICE void norm_rows(const AddRmsNormArgs& args, Norm& norm, const Tea
       Values values{};
       for (uint32_t tile = 0; tile < tiles; ++tile) {
         const Position at = position(tile);
-        values = norm.add(row, at, sum_of(row, at), norm.load_residual(row, at));
+        values = norm.add(row, at, sum_of(load(row, at)), norm.load_residual(row, at));
       }
       norm.finish(row, tiles, position, values, norm.load_weight(position(0)), static_scale);
     }
@@ -113,16 +114,17 @@ LLM_COMM_DEVICE void norm_rows(const AddRmsNormArgs& args, Norm& norm, const Tea
   norm.run_aligned([&](Norm& aligned) {
     LLM_COMM_UNROLL(1)
     for (uint32_t row = first; row < first + rows; ++row) {
-      Values values[kHeldTiles];
+      Loaded loaded[kHeldTiles];
       Values residual[kHeldTiles];
       LLM_COMM_UNROLL(4)
       for (uint32_t tile = 0; tile < kHeldTiles; ++tile) {
-        values[tile] = sum_of(row, position(tile));
+        loaded[tile] = load(row, position(tile));
         residual[tile] = aligned.load_residual(row, position(tile));
       }
+      Values values[kHeldTiles];
       LLM_COMM_UNROLL(4)
       for (uint32_t tile = 0; tile < kHeldTiles; ++tile) {
-        values[tile] = aligned.add(row, position(tile), values[tile], residual[tile]);
+        values[tile] = aligned.add(row, position(tile), sum_of(loaded[tile]), residual[tile]);
       }
       const auto each_tile = [&](auto step) {
         LLM_COMM_UNROLL(4)
@@ -138,7 +140,7 @@ LLM_COMM_DEVICE void norm_rows(const AddRmsNormArgs& args, Norm& norm, const Tea
 // `Exchange`: sends, adds and hands out the parts of tiles. It has
 //   stage(team, t, part_of)       team 0; part_of(owner): this rank's contribution to a part, as a view of lines
 //   sum_and_keep(team, t, part)   team 1
-//   tile(t)                       the sums of tile t: load(line of the tile)
+//   tile(t)                       the sums of tile t: load(line of the tile), and line(what load() has returned)
 template <DataType D, int World, bool Quantized, template <DataType, int, class> class Exchange>
 LLM_COMM_DEVICE void sum_and_norm_in_tiles(const AddRmsNormArgs& args, OperationKind kind) {
   using Norm = RmsNorm<D, kElementsPerLine, false, Quantized, ElementLines>;
@@ -149,9 +151,9 @@ LLM_COMM_DEVICE void sum_and_norm_in_tiles(const AddRmsNormArgs& args, Operation
 
   HBSession session(args.comm, kind, uint64_t{args.rows} * args.row_lines * sizeof(Line),
                     SignalRow::of<CommonSignals>(block), shared_memory<Line>() + kPartialBytes / sizeof(Line));
-  const uint32_t leader = block_threads() - session.workers() / kNormShares * kNormShare;  // the first of team 2
+  const uint32_t leader = block_threads() - session.workers() / RowTeams::kAll * RowTeams::kLast;  // the first of team 2
   Norm norm(args, shared_memory<float>(), args.row_lines, leader);
-  using Steps = StepPipeline<D, World, ChunkBuffersWithOwn<World>, kNormShare>;
+  using Steps = StepPipeline<D, World, ChunkBuffersWithOwn<World>, RowTeams>;
   const Steps steps(session, args.comm, block, args.tile_lines, depth, tiles.all_part_lines());
   const Exchange<D, World, Steps> exchange(args, tiles, block, depth, steps);
   session.wait_for_grids_before(input.precomputed(), norm.precomputed());
@@ -172,10 +174,7 @@ LLM_COMM_DEVICE void sum_and_norm_in_tiles(const AddRmsNormArgs& args, Operation
         });
       },
       [&](const Team& team, uint32_t t) {
-        const auto tile = exchange.tile(t);
-        norm_rows(
-            args, norm, team, tiles.first_row(t), tiles.rows(t), [&](uint32_t line) { return tile.load(line); },
-            static_scale);
+        norm_rows(args, norm, team, tiles.first_row(t), tiles.rows(t), exchange.tile(t), static_scale);
       });
 }
 
@@ -205,8 +204,8 @@ struct RowsInTiles : Chunked<Algorithm> {
   }
   // Two lines of a row or more for each thread that norms, in whole warps.
   static constexpr uint32_t workers(const Problem& problem, const Tiling&) {
-    const uint32_t threads = Operation::row_lines(problem) / (2 * kNormShare) / kWarpThreads * kWarpThreads;
-    return kNormShares * std::clamp(threads, kWarpThreads, kMaxShareThreads);
+    const uint32_t threads = Operation::row_lines(problem) / (2 * RowTeams::kLast) / kWarpThreads * kWarpThreads;
+    return RowTeams::kAll * std::clamp(threads, kWarpThreads, kMaxShareThreads);
   }
   static constexpr uint64_t shared_bytes() { return kPartialBytes + sizeof(Line); }
 

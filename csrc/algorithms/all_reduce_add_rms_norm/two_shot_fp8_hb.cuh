@@ -31,18 +31,20 @@ class FP8Parts {
   }
 
  private:
-  using Quantized = QuantizedSteps<D, World, Wire::kFP8, ChunkBuffersWithOwn<World>>;
+  // The kernel has registers for as many lines as a team has for each thread.
+  using Quantized = QuantizedSteps<D, World, Wire::kFP8, ChunkBuffersWithOwn<World>, 4, World == 2 ? 4 : World <= 4 ? 2 : 1>;
 
  public:
   class Tile {
    public:
     LLM_COMM_DEVICE Tile(const FP8Parts& parts, uint32_t t) : sums_(parts.steps_, t), part_lines_(parts.part_lines_) {}
-    LLM_COMM_DEVICE Line load(uint32_t line) const {
+    LLM_COMM_DEVICE auto load(uint32_t line) const {
       uint32_t owner = 0;
       LLM_COMM_UNROLL(8)
       for (uint32_t rank = 1; rank < World; ++rank) owner += line >= rank * part_lines_;
       return sums_.load(owner, line - owner * part_lines_);
     }
+    static LLM_COMM_DEVICE Line line(const QuantizedLine<kElementsPerLine>& sum) { return Quantized::line(sum); }
 
    private:
     typename Quantized::Sums sums_;
@@ -56,7 +58,7 @@ class FP8Parts {
 };
 
 template <DataType D, int World, bool Quantized>
-LLM_COMM_KERNEL(kNormShares * kMaxShareThreads + kWarpThreads)
+LLM_COMM_KERNEL(kMaxRowThreads)
 all_reduce_add_rms_norm_two_shot_fp8_hb(LLM_COMM_KERNEL_PARAM AddRmsNormArgs args) {
   sum_and_norm_in_tiles<D, World, Quantized, FP8Parts>(args, kAllReduceAddRmsNormTwoShotFP8HB);
 }

@@ -27,6 +27,7 @@ class ExactParts {
   struct Tile {
     const Line* first;
     LLM_COMM_DEVICE Line load(uint32_t line) const { return load_line(first + line); }
+    static LLM_COMM_DEVICE Line line(Line loaded) { return loaded; }
   };
   LLM_COMM_DEVICE Tile tile(uint32_t t) const { return {steps_.buffers().from(kSecondHop, t, 0)}; }
 
@@ -42,7 +43,7 @@ class ExactParts {
 };
 
 template <DataType D, int World, bool Quantized>
-LLM_COMM_KERNEL(kNormShares * kMaxShareThreads + kWarpThreads)
+LLM_COMM_KERNEL(kMaxRowThreads)
 all_reduce_add_rms_norm_two_shot_hb(LLM_COMM_KERNEL_PARAM AddRmsNormArgs args) {
   sum_and_norm_in_tiles<D, World, Quantized, ExactParts>(args, kAllReduceAddRmsNormTwoShotHB);
 }

@@ -18,12 +18,16 @@ struct ReduceScatter : ShardsOperation {
     return buffer == 0 ? shards.rows * shards.row_elements : shards.shard[rank].length;
   }
 
-  template <class Input>
-  static uint32_t expect(const Problem& problem, uint32_t rank, uint64_t i, Input input) {
+  // Place in the input of element i of a rank's shard.
+  static uint64_t place(const Problem& problem, uint32_t rank, uint64_t i) {
     const Shards shards = shards_of(problem);
     const Shard& shard = shards.shard[rank];
-    const uint64_t place = i / shard.size * shards.row_elements + shard.first + i % shard.size;
-    return sum_of_one(problem.type, problem.world, [&](uint32_t of) { return input(of, place); });
+    return i / shard.size * shards.row_elements + shard.first + i % shard.size;
+  }
+
+  template <class Input>
+  static uint32_t expect(const Problem& problem, uint32_t rank, uint64_t i, Input input) {
+    return sum_of_one(problem.type, problem.world, [&](uint32_t of) { return input(of, place(problem, rank, i)); });
   }
 };
 

@@ -187,8 +187,8 @@ def max_linear_tokens(communicator: Communicator, fused_sizes: Sequence[Sizes]) 
 def prepare_compiler(fused_sizes: Sequence[Sizes], max_linear_tokens: int, linear_key: str) -> None:
     """Have vLLM compile separate graphs for batches that are fused and for others, with a cache key of their own.
 
-    In one graph for all batches, those that are not fused would call the operators too. An operator that declines runs unfused,
-    where inductor would have generated one kernel for the norm.
+    In one graph for all batches, those that are not fused would call the operators too. An operator that declines runs
+    unfused, where inductor would have generated one kernel for the norm.
 
     Args:
         fused_sizes: Sizes of messages, in bytes, whose all-reduces are fused with norms.

@@ -843,7 +843,7 @@ def large_batches_keep_their_norms_outside_of_batch_invariant_mode() -> None:
     with compiler() as vllm:
         group = parallel_state.get_tp_group().device_communicator
         assert group._llm_comm.config.batch_invariant_norm == "engine"
-        assert group.max_fused_bytes == group._llm_comm.table.max_fused_bytes
+        assert group.fused_sizes == ((0, group._llm_comm.table.max_fused_bytes),)
         assert not vllm.log.having("at every size")
 
 
