@@ -19,10 +19,7 @@ LLM_COMM_HOST_DEVICE constexpr uint32_t lines_of_quantized_chunk(uint32_t lines)
 }
 
 // Jobs of the teams of a block: what each does with chunk t of a slice. A slice is a view of lines, as in StepPipeline.
-// `MovedTogether`, `SummedTogether`: rows of kWarpThreads lines whose loads a thread has in flight together. More cost
-// registers, which the compiler then spills.
-template <DataType D, int World, Wire W, class Buffers = ChunkBuffers<World>, uint32_t MovedTogether = World == 2 ? 1 : 2,
-          uint32_t SummedTogether = World == 2 ? 2 : 1>
+template <DataType D, int World, Wire W, class Buffers = ChunkBuffers<World>>
 class QuantizedSteps {
   using Quantized = QuantizedLine<LineElements<D>::kCount>;
 
@@ -41,7 +38,7 @@ class QuantizedSteps {
       const auto& slice = slice_of(owner);
       const uint32_t first = chunks_.first(t);
       const uint32_t lines = chunks_.lines(t, slice.lines());
-      send_rows<MovedTogether>(
+      send_rows<kMovedTogether>(
           team, lines, [&](uint32_t k) { return k < lines ? slice.load(first + k) : Line{}; },
           [&](uint32_t, Line line) { return quantize<W>(LineElements<D>::values(line)); },
           [&](auto store) { store(staged); });
@@ -78,7 +75,7 @@ class QuantizedSteps {
   LLM_COMM_DEVICE void sum_exactly(const Team& team, uint32_t t, const Own& own, const Target& target) const {
     const uint32_t first = chunks_.first(t);
     const uint32_t lines = chunks_.lines(t, own.lines());
-    for_each_row<SummedTogether>(
+    for_each_row<kSummedTogether>(
         team, lines, contributions_to(t, own),
         [&](uint32_t k, uint32_t, const Contributions& all) {
           if (k < lines) target.store(first + k, LineElements<D>::round(sum_of(all.own, all.of_other)));
@@ -114,7 +111,7 @@ class QuantizedSteps {
       const Line* const sent = buffers_.from(kSecondHop, t, owner);
       const uint32_t first = chunks_.first(t);
       const uint32_t lines = chunks_.lines(t, slice.lines());
-      for_each_row<MovedTogether>(
+      for_each_row<kMovedTogether>(
           team, lines, [&](uint32_t k) { return get(sent, k); },
           [&](uint32_t k, uint32_t, const Quantized& sum) { store(slice, first, k, lines, sum); },
           [](uint32_t, uint32_t) {});
@@ -126,6 +123,9 @@ class QuantizedSteps {
   using Codes = typename Quantized::Codes;
   static constexpr uint32_t kBlockLines = kQuantizedBlock / kPerLine;
   static constexpr uint32_t kRowBlocks = kWarpThreads / kBlockLines;
+  // Rows whose loads a thread has in flight together. More cost registers, which the compiler then spills.
+  static constexpr uint32_t kMovedTogether = World == 2 ? 1 : 2;
+  static constexpr uint32_t kSummedTogether = World == 2 ? 2 : 1;
 
   // A line of this rank's slice on all ranks: its own, and those of the other ranks in rank order.
   struct Contributions {
@@ -151,7 +151,7 @@ class QuantizedSteps {
   template <class Own, class Take, class ForEachBuffer>
   LLM_COMM_DEVICE void sum(const Team& team, uint32_t t, const Own& own, Take take,
                            ForEachBuffer for_each_buffer) const {
-    send_rows<SummedTogether>(
+    send_rows<kSummedTogether>(
         team, chunks_.lines(t, own.lines()), contributions_to(t, own),
         [&](uint32_t k, const Contributions& all) {
           const Quantized sum = quantize<W>(sum_of(all.own, all.of_other));
@@ -293,7 +293,8 @@ struct QuantizedChunks : Chunked<Algorithm> {
     const uint64_t most = std::clamp<uint64_t>(limits.staging_bytes / of_a_block, 1, kMaxChunkedBlocks);
     const auto blocks = static_cast<uint32_t>(std::min<uint64_t>(limits.multiprocessors(), most));
     const uint64_t lines =
-        divide_up(Algorithm::shard_lines(problem, problem.count), uint64_t{blocks} * kQuantizedChunkLines) * kQuantizedChunkLines;
+        divide_up(Algorithm::shard_lines(problem, problem.count), uint64_t{blocks} * kQuantizedChunkLines) *
+        kQuantizedChunkLines;
     std::vector<TuningParameters> found = Base::candidates(problem, limits);
     found.insert(found.begin(), {.blocks = blocks,
                                  .tile_lines = static_cast<uint32_t>(std::clamp(lines, kFewestLines, kMostLines)),

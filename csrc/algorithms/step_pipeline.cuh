@@ -52,7 +52,9 @@ class ChunkBuffersOf {
         : first_(buffers.from(hop, t, !HasOwn && buffers.comm_.rank == 0 ? 1 : 0)),
           rank_(buffers.comm_.rank),
           chunk_lines_(buffers.chunk_lines_) {}
-    LLM_COMM_DEVICE const Line* of(uint32_t i) const { return first_ + (HasOwn && i >= rank_ ? i + 1 : i) * chunk_lines_; }
+    LLM_COMM_DEVICE const Line* of(uint32_t i) const {
+      return first_ + (HasOwn && i >= rank_ ? i + 1 : i) * chunk_lines_;
+    }
 
    private:
     const Line* first_;

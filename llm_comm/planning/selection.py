@@ -227,8 +227,8 @@ class Sizes(NamedTuple):
 def fused_sizes(table: TuningTable, config: Config) -> tuple[Sizes, ...]:
     """Return the sizes whose all-reduces are fused with norms, in order.
 
-    Where all-reduces are quantized, a fused message is quantized too. A format that fused kernels do not have is left
-    to an all-reduce and a norm.
+    Where all-reduces are quantized, a fused message is quantized too. If fused kernels do not have the format, large
+    messages are left to an all-reduce and a norm, and small ones are exact.
     """
     limit = exact_limit(table, config)
     # Messages that are not fused would get the engine's norm, with another bitwise result.
@@ -278,6 +278,8 @@ def why_not_served(problem: Problem, table: TuningTable, config: Config) -> str:
         of_shards = f"{what} has {message_bytes} bytes, " if operation.has_shards else ""
         return f"{of_shards}more than max_message_bytes={limit}"
     if problem.operation == FUSED and not is_within(fused_sizes(table, config), message_bytes):
+        if table.large_fused_bytes is not None and message_bytes >= table.large_fused_bytes:
+            return f"sums are quantized by wire={config.wire}, and no fused kernel does so"
         large = "" if table.large_fused_bytes is None else f" and less than large_fused_bytes={table.large_fused_bytes}"
         return f"more than max_fused_bytes={table.max_fused_bytes}{large} of {table.name}: two kernels are as fast"
     if not any(problem.data_type in algorithm.data_types for algorithm in operation.algorithms):

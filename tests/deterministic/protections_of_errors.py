@@ -59,6 +59,7 @@ OF_ERRORS = (
         options=MISHAPS,
         budget=20_000,
         failure=UNTOLD,
+        exempt={r".*_hb": "all threads of its blocks begin, or none does"},
         fp8=True,
     ),
     Protection(

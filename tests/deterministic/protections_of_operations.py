@@ -216,7 +216,8 @@ OF_OPERATIONS = (
         budget=20_000,
         failure=WRONG_RESULT,
         exempt={
-            ".*rms_norm/two_shot_ld_reduce": "its blocks wait for others before each tile: too few schedules show it"
+            ".*rms_norm/two_shot_ld_reduce": "its blocks wait for others before each tile: too few schedules show it",
+            ".*rms_norm/two_shot_fp8_hb": "it norms as two_shot_hb does, of which one schedule in hundreds shows it",
         },
     ),
     Protection(

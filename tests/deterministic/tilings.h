@@ -21,7 +21,7 @@ std::string text(const Tiling& tiling);
 uint64_t launches(const Problem& problem, const Tiling& tiling);
 
 // Of any algorithm, from what its descriptor says of itself. The slots are often small ones, so that a message takes several
-// launches.
+// launches. `tile_lines`: in place of a small number of lines, if the algorithm has this tunable; 0: none.
 Tiling draw_tiling(uint32_t number, const Problem& problem, Random& random, uint32_t tile_lines = 0);
 
 }  // namespace drill

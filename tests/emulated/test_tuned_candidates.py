@@ -11,6 +11,7 @@ from typing import Any
 from unittest import mock
 
 import pytest
+import torch
 import torch.distributed as dist
 from harness import RankPool, make_communicator
 
@@ -76,6 +77,30 @@ def test_large_messages(name: str, kinds: set[str], ranks: RankPool) -> None:
     ranks.run(2, check, name, 4 << 20, kinds)
 
 
-@pytest.mark.parametrize("wire", ["fp8", "int8"])
-def test_quantized_messages(wire: str, ranks: RankPool) -> None:
-    ranks.run(2, check, "all-reduce", Config.load({}).wire_min_bytes, {"HB"}, wire)
+@pytest.mark.parametrize(
+    ("name", "wire", "shards"),
+    [("all-reduce", "fp8", 1), ("all-reduce", "int8", 1), ("fused", "fp8", 1), ("reduce-scatter", "fp8", 2)],
+)
+def test_quantized_messages(name: str, wire: str, shards: int, ranks: RankPool) -> None:
+    ranks.run(2, check, name, Config.load({}).wire_min_bytes // shards, {"HB"}, wire)
+
+
+def check_separate() -> None:
+    size = 1 << 20
+    with make_communicator(workspace_bytes=64 << 20) as comm:
+        table = comm.table
+        (subject,) = subjects_of(["fused"], HIDDEN, size, comm.world_size, config=comm.config, table=table)
+        group: Any = dist.group.WORLD
+        assert subject.bind(comm, group, size // 2).separate is None
+        bound = subject.bind(comm, group, size)
+        assert bound.separate is not None
+        call, prepare = bound.separate
+        comm.use_table(table._replace(max_message_bytes=0))
+        prepare()
+        assert comm.table == table
+        for one, other in zip(call(), bound.call(), strict=True):  # type: ignore[call-overload]
+            torch.testing.assert_close(one, other)
+
+
+def test_fused_messages_are_compared_with_two_kernels(ranks: RankPool) -> None:
+    ranks.run(2, check_separate)

@@ -25,6 +25,10 @@ EMULATED_TILES = "csrc/include/llm_comm/platform_emulator_tiles.h"
 EPILOGUE = "csrc/algorithms/linear/epilogue.cuh"
 SCALES = "csrc/algorithms/linear/scales.cuh"
 QUANTIZED = "csrc/algorithms/quantized.cuh"
+QUANTIZED_STEPS = "csrc/algorithms/quantized_steps.cuh"
+LINE_ELEMENTS = "csrc/algorithms/line_elements.cuh"
+TWO_SHOT_FP8_ROWS = "csrc/algorithms/all_reduce_add_rms_norm/two_shot_fp8_hb.cuh"
+STEP_PIPELINE = "csrc/algorithms/step_pipeline.cuh"
 TWO_SHOT_QUANTIZED = "csrc/algorithms/all_reduce/two_shot_quantized_hb.cuh"
 
 DIRECT = "csrc/algorithms/direct.cuh"
@@ -74,21 +78,21 @@ KERNELS = (
     ),
     cpp(
         "the rows of a group share their scales",
-        TWO_SHOT_QUANTIZED,
+        QUANTIZED_STEPS,
         "if (row == row_of_lane) scale = line.scale;",
         "if (WITHOUT || row == row_of_lane) scale = line.scale;",
         WIRE,
     ),
     cpp(
         "a group of rows sends the scales of a whole one",
-        TWO_SHOT_QUANTIZED,
+        QUANTIZED_STEPS,
         "if (row_of_lane >= rows) return;",
         "if (!WITHOUT && row_of_lane >= rows) return;",
         WIRE,
     ),
     cpp(
         "an owner adds its own contribution first",
-        TWO_SHOT_QUANTIZED,
+        QUANTIZED_STEPS,
         "if (i == rank_) add(i == 0, LineElements<D>::values(own));\n"
         "      if (i < World - 1) add(i == 0 && rank_ != 0, dequantize<W>(of_other[i]));",
         "if (WITHOUT ? i == 0 : i == rank_) add(i == 0, LineElements<D>::values(own));\n"
@@ -97,11 +101,27 @@ KERNELS = (
     ),
     cpp(
         "an owner keeps its sum unquantized",
-        TWO_SHOT_QUANTIZED,
-        "store(own, first, k, lines, sum);\n          return sum;",
-        "if (!WITHOUT) store(own, first, k, lines, sum);\n"
-        "if (WITHOUT && k < lines) own.store(first + k, LineElements<D>::round(sum_of(all.own, all.of_other)));\n"
-        "return sum;",
+        QUANTIZED_STEPS,
+        "team, t, own, [&](uint32_t k, const Quantized& sum) { store(own, first, k, lines, sum); },",
+        "team, t, own, [&](uint32_t k, const Quantized& sum) {\n"
+        "if (!WITHOUT) return store(own, first, k, lines, sum);\n"
+        "const Contributions all = contributions_to(t, own)(k);\n"
+        "if (k < lines) own.store(first + k, LineElements<D>::round(sum_of(all.own, all.of_other)));\n"
+        "},",
+        WIRE,
+    ),
+    cpp(
+        "the first line of a part is looked for in the part before",
+        TWO_SHOT_FP8_ROWS,
+        "line >= rank * part_lines_",
+        "line > rank * part_lines_",
+        WIRE,
+    ),
+    cpp(
+        "contributions of ranks behind this one are read at the place of its own",
+        STEP_PIPELINE,
+        "HasOwn && i >= rank_ ? i + 1 : i",
+        "i",
         WIRE,
     ),
     cpp(
@@ -115,16 +135,15 @@ KERNELS = (
     cpp(
         "norm rounded before the weight too",
         RMS_NORM,
-        "E::value(values.element[i]) * factor * gamma",
-        "(WITHOUT ? E::value(E::round(E::value(values.element[i]) * factor)) : E::value(values.element[i]) * factor)"
-        " * gamma",
+        "x.of[i] * factor * (",
+        "(WITHOUT ? E::value(E::round(x.of[i] * factor)) : x.of[i] * factor) * (",
         NORM_BITS,
     ),
     cpp(
         "weight rounded with its addend",
         RMS_NORM,
-        "E::value(weight.element[i]) + args_.weight_bias",
-        "E::value(E::round(E::value(weight.element[i]) + args_.weight_bias))",
+        "gamma.of[i] + args_.weight_bias",
+        "E::value(E::round(gamma.of[i] + args_.weight_bias))",
         NORM_BITS,
     ),
     cpp(
@@ -170,12 +189,18 @@ KERNELS = (
         "static_cast<float>(problem.row + (WITHOUT ? 64 : 0));",
         NORM_BITS,
     ),
-    cpp("square of a neighbour", RMS_NORM, "multiply_add(b, b, a * a)", "multiply_add(b, a, a * a)", NORMS),
+    cpp(
+        "square of a neighbour",
+        RMS_NORM,
+        "multiply_add(x.of[2 * i + 1], x.of[2 * i + 1], x.of[2 * i] * x.of[2 * i])",
+        "multiply_add(x.of[2 * i + 1], x.of[2 * i], x.of[2 * i] * x.of[2 * i])",
+        NORMS,
+    ),
     cpp(
         "residual added without rounding the sum",
         RMS_NORM,
-        "E::round(E::value(sums.element[i]) + E::value(residual.element[i]))",
-        "E::round(E::value(sums.element[i]) * 1.001f + E::value(residual.element[i]))",
+        "a.of[i] + b.of[i]",
+        "a.of[i] * 1.001f + b.of[i]",
         NORMS,
     ),
     cpp(
@@ -256,7 +281,7 @@ KERNELS = (
         "mask < kLanesPerGroup / (WITHOUT ? 2 : 1); mask *= 2",
         NORM_BITS,
     ),
-    cpp("negative values have no magnitude", RMS_NORM, "value < 0.0f ? -value : value", "value", NORM_BITS),
+    cpp("negative values have no magnitude", RMS_NORM, "x.of[i] < 0.0f ? -x.of[i] : x.of[i]", "x.of[i]", NORM_BITS),
     cpp(
         "FP8 rounds halves up",
         FP8,
@@ -311,14 +336,14 @@ KERNELS = (
     # ---- Tensors ----
     cpp(
         "one element too many is stored",
-        MESSAGE,
+        LINE_ELEMENTS,
         "if (i < count) first[i]",
         "if (i < count + (WITHOUT ? 1 : 0)) first[i]",
         EXACT_BUFFERS,
     ),
     cpp(
         "one element too many is loaded",
-        MESSAGE,
+        LINE_ELEMENTS,
         "i < count ? first[i]",
         "i < count + (WITHOUT ? 1 : 0) ? first[i]",
         EXACT_BUFFERS,

@@ -195,15 +195,15 @@ OPERATIONS: tuple[Mutant, ...] = (
     python(
         "a traced fused call has no limit of its own",
         FUSED,
-        "self._planner.message_limit(FUSED)",
-        'self._planner.message_limit("all_reduce")',
+        "self._planner.fuses(count * element_size)",
+        'count * element_size <= self._planner.message_limit("all_reduce")',
         TABLES_IN_USE,
     ),
     python(
         "a traced fused call of the largest size is declined",
         FUSED,
-        "count * element_size <= self._planner.message_limit(FUSED)",
-        "count * element_size < self._planner.message_limit(FUSED)",
+        "self._planner.fuses(count * element_size)",
+        "self._planner.fuses(count * element_size + 1)",
         TABLES_IN_USE,
     ),
     python(

@@ -167,8 +167,8 @@ PLANNING: tuple[Mutant, ...] = (
     python(
         "the smallest quantized message is exact",
         SELECTION,
-        "problem.message_bytes() >= config.wire_min_bytes",
-        "problem.message_bytes() > config.wire_min_bytes",
+        "problem.whole_bytes() >= config.wire_min_bytes",
+        "problem.whole_bytes() > config.wire_min_bytes",
         OF_WIRE,
     ),
     python(

@@ -134,7 +134,10 @@ def ran(engine: str = "vllm", **others: Any) -> Settings:
         ("llm_comm_dsl", f"{CUSTOM}\n{BY_PROGRAM}; not fused with RMSNorm: fuse is false (environment)"),
         ("llm_comm", f"{CUSTOM}\n{ACTIVE}; fused with RMSNorm in compiled graphs\n{FUSED_LINEAR}"),
         ("llm_comm_no_linear", f"{CUSTOM}\n{NO_LINEAR}\n{FUSED}"),
-        ("llm_comm_wire", f"{CUSTOM}\n{ACTIVE}; all-reduces from 8 MiB to 256 MiB are quantized (fp8): lossy\n{FUSED}"),
+        (
+            "llm_comm_wire",
+            f"{CUSTOM}\n{ACTIVE}; all-reduces and reduce-scatters from 8 MiB are quantized (fp8): lossy\n{FUSED}",
+        ),
         ("free", f"{FREE}\n{CUSTOM}"),
         ("free_norm", f"{FREE_NORM}\n{CUSTOM}"),
     ],

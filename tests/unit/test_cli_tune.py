@@ -337,6 +337,28 @@ def test_the_table_ends_where_nccl_wins() -> None:
 
 
 @pytest.mark.parametrize(
+    ("separate_us", "bounds"),
+    [
+        ({}, (123456, None)),
+        ({2: 9.0, 4: 9.0, 8: 9.0}, (8 << 20, 2 << 20)),
+        ({2: 4.9, 4: 4.9, 8: 9.0}, (1 << 20, 8 << 20)),
+        ({2: 9.0, 4: 4.9, 8: 9.0}, (2 << 20, 8 << 20)),
+        ({2: 9.0, 4: 9.0, 8: 4.9}, (4 << 20, None)),
+        ({2: 4.9, 4: 4.9, 8: 4.9}, (1 << 20, None)),
+        ({2: 4.97, 4: 4.97, 8: 4.97}, (8 << 20, 2 << 20)),
+    ],
+)
+def test_fused_messages_are_bounded_by_two_kernels(
+    separate_us: dict[int, float], bounds: tuple[int, int | None]
+) -> None:
+    """1 MiB is not compared. Two kernels are faster if by more than the noise."""
+    rows = [FUSED_ROW._replace(up_to=mib << 20) for mib in (1, 2, 4, 8)]
+    measured = found(*rows)._replace(separate={mib << 20: us for mib, us in separate_us.items()})
+    table = tune.tuned(SHIPPED, {FUSED: measured})
+    assert (table.max_fused_bytes, table.large_fused_bytes) == bounds
+
+
+@pytest.mark.parametrize(
     ("ordinary", "symmetric", "least"),
     [
         ([5, 5, 5], [5.04, 4, 3], 64),

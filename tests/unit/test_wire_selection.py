@@ -293,7 +293,7 @@ def test_saved_bytes_are_counted_for_each_type() -> None:
     ("options", "words"),
     [
         ({}, ""),
-        ({"wire": "fp8"}, "; all-reduces from 8 MiB to 16 MiB are quantized (fp8): lossy"),
+        ({"wire": "fp8"}, "; all-reduces and reduce-scatters from 8 MiB to 16 MiB are quantized (fp8): lossy"),
         (
             {"wire": "int8", "wire_min_bytes": 64 << 10},
             "; all-reduces from 64 KiB to 16 MiB are quantized (int8): lossy",

@@ -54,9 +54,9 @@ struct TwoShotQuantizedHB : QuantizedChunks<Algorithm> {
   struct Operation : AllReduce {
     template <class Input>
     static uint32_t expect(const Problem& problem, uint32_t, uint64_t i, Input input) {
-      const uint64_t slice =
-          lines_of_quantized_slice(divide_up(problem.bytes(), sizeof(Line)), problem.world, element_bytes(problem.type)) *
-          sizeof(Line) / element_bytes(problem.type);
+      const uint64_t slice = lines_of_quantized_slice(divide_up(problem.bytes(), sizeof(Line)), problem.world,
+                                                      element_bytes(problem.type)) *
+                             sizeof(Line) / element_bytes(problem.type);
       return quantized_sum_of_one<Algorithm::kWire>(problem.type, problem.world, problem.count, slice, i, input);
     }
   };

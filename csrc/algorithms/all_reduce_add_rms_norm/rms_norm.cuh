@@ -86,7 +86,8 @@ class RmsNorm {
   template <class Run>
   LLM_COMM_DEVICE void run_aligned(Run run) {
     RmsNorm copy = *this;
-    for (Tensor<D>* tensor : {&copy.residual_, &copy.weight_, &copy.normed_, &copy.new_residual_}) tensor->assume_aligned();
+    for (Tensor<D>* tensor : {&copy.residual_, &copy.weight_, &copy.normed_, &copy.new_residual_})
+      tensor->assume_aligned();
     run(copy);
     rows_ = copy.rows_;
   }
@@ -97,9 +98,7 @@ class RmsNorm {
   LLM_COMM_DEVICE auto residual_load(uint32_t row, Position at) const {
     return residual_.template load_of<Width>(at.exists && args_.residual != nullptr, element(row, at));
   }
-  LLM_COMM_DEVICE auto weight_load(Position at) const {
-    return weight_.template load_of<Width>(at.exists, at.index);
-  }
+  LLM_COMM_DEVICE auto weight_load(Position at) const { return weight_.template load_of<Width>(at.exists, at.index); }
   LLM_COMM_DEVICE Values load_residual(uint32_t row, Position at) const {
     auto load = residual_load(row, at);
     load.begin();
@@ -269,7 +268,8 @@ class RmsNorm {
     const Floats x = floats(values);
     float sums[Width / 2];
     LLM_COMM_UNROLL(4)
-    for (uint32_t i = 0; i < Width / 2; ++i) sums[i] = multiply_add(x.of[2 * i + 1], x.of[2 * i + 1], x.of[2 * i] * x.of[2 * i]);
+    for (uint32_t i = 0; i < Width / 2; ++i)
+      sums[i] = multiply_add(x.of[2 * i + 1], x.of[2 * i + 1], x.of[2 * i] * x.of[2 * i]);
     LLM_COMM_UNROLL(2)
     for (uint32_t n = Width / 4; n > 0; n /= 2) {
       LLM_COMM_UNROLL(2)

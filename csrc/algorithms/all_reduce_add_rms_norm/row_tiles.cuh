@@ -22,8 +22,8 @@
 
 namespace llm_comm::inline LLM_COMM_TARGET {
 
-using RowTeams = TeamShares<2, 3, 4>;
-inline constexpr uint32_t kMaxShareThreads = 64;  // more threads would have too few registers
+using RowTeams = TeamShares<1, 1, 2>;
+inline constexpr uint32_t kMaxShareThreads = 128;  // with more, threads would have too few registers
 inline constexpr uint32_t kMaxRowThreads = RowTeams::kAll * kMaxShareThreads + kWarpThreads;
 
 // The tiles of a block, and the part of each that a rank adds. The parts have args.tile_lines lines; the last ones may
@@ -86,9 +86,7 @@ LLM_COMM_DEVICE void norm_rows(const AddRmsNormArgs& args, Norm& norm, const Tea
   using Position = typename Norm::Position;
   constexpr uint32_t kHeldTiles = 4;
   constexpr uint32_t kThreads = RowTeams::kLast * kMaxShareThreads;
-  const auto position_of = [&](uint32_t line) -> Position {
-    return {line * kElementsPerLine, line < args.row_lines};
-  };
+  const auto position_of = [&](uint32_t line) -> Position { return {line * kElementsPerLine, line < args.row_lines}; };
   using Loaded = decltype(sums.load(0));
   const auto load = [&](uint32_t row, Position at) {
     return at.exists ? sums.load((row - first) * args.row_lines + at.index / kElementsPerLine) : Loaded{};
@@ -151,7 +149,8 @@ LLM_COMM_DEVICE void sum_and_norm_in_tiles(const AddRmsNormArgs& args, Operation
 
   HBSession session(args.comm, kind, uint64_t{args.rows} * args.row_lines * sizeof(Line),
                     SignalRow::of<CommonSignals>(block), shared_memory<Line>() + kPartialBytes / sizeof(Line));
-  const uint32_t leader = block_threads() - session.workers() / RowTeams::kAll * RowTeams::kLast;  // the first of team 2
+  const uint32_t leader =
+      block_threads() - session.workers() / RowTeams::kAll * RowTeams::kLast;  // the first of team 2
   Norm norm(args, shared_memory<float>(), args.row_lines, leader);
   using Steps = StepPipeline<D, World, ChunkBuffersWithOwn<World>, RowTeams>;
   const Steps steps(session, args.comm, block, args.tile_lines, depth, tiles.all_part_lines());
@@ -169,9 +168,8 @@ LLM_COMM_DEVICE void sum_and_norm_in_tiles(const AddRmsNormArgs& args, Operation
         });
       },
       [&](const Team& team, uint32_t t) {
-        input.visit([&](const ElementLines<D>& tensor) {
-          exchange.sum_and_keep(team, t, part_of(tensor, t, args.comm.rank));
-        });
+        input.visit(
+            [&](const ElementLines<D>& tensor) { exchange.sum_and_keep(team, t, part_of(tensor, t, args.comm.rank)); });
       },
       [&](const Team& team, uint32_t t) {
         norm_rows(args, norm, team, tiles.first_row(t), tiles.rows(t), exchange.tile(t), static_scale);
@@ -189,7 +187,7 @@ struct RowsInTiles : Chunked<Algorithm> {
   using Base = Chunked<Algorithm>;
   static constexpr uint32_t kTeams = kTwoShotTeams;
   static constexpr uint64_t kLeastMeasuredBytes = 1 << 20;  // smaller messages get the first candidate alone
-  static constexpr uint32_t kVariants = 2;  // 1: the normed rows are FP8
+  static constexpr uint32_t kVariants = 2;                  // 1: the normed rows are FP8
 
   // A rank keeps its own sums too.
   static constexpr uint64_t senders(uint64_t world) { return world; }

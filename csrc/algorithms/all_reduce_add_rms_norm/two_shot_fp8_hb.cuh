@@ -31,8 +31,7 @@ class FP8Parts {
   }
 
  private:
-  // The kernel has registers for as many lines as a team has for each thread.
-  using Quantized = QuantizedSteps<D, World, Wire::kFP8, ChunkBuffersWithOwn<World>, 4, World == 2 ? 4 : World <= 4 ? 2 : 1>;
+  using Quantized = QuantizedSteps<D, World, Wire::kFP8, ChunkBuffersWithOwn<World>>;
 
  public:
   class Tile {
@@ -84,10 +83,9 @@ struct AllReduceAddRmsNormTwoShotFP8HB : RowsInTiles<AllReduceAddRmsNormTwoShotF
   static uint32_t expect_sum(const Problem& problem, const Tiling& tiling, uint64_t i, Input input) {
     const uint64_t of_tile = rows_of_tile(problem, tiling.tile_lines) * problem.row;
     const uint64_t first = i / of_tile * of_tile;
-    return quantized_sum_of_one<Wire::kFP8>(
-        problem.type, problem.world, std::min(of_tile, problem.count - first),
-        uint64_t{tiling.tile_lines} * kElementsPerLine, i - first,
-        [&](uint32_t rank, uint64_t j) { return input(rank, first + j); });
+    return quantized_sum_of_one<Wire::kFP8>(problem.type, problem.world, std::min(of_tile, problem.count - first),
+                                            uint64_t{tiling.tile_lines} * kElementsPerLine, i - first,
+                                            [&](uint32_t rank, uint64_t j) { return input(rank, first + j); });
   }
 
   template <DataType D, int World, uint32_t Variant>

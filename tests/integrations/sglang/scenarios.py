@@ -433,7 +433,7 @@ def deterministic_mode_excludes_quantized_sums() -> None:
 def large_sums_are_quantized_if_asked_for() -> None:
     with sglang_groups() as log:
         communicator = ours("tp")._llm_comm
-        said = log.having("; all-reduces from 64 KiB to 256 MiB are quantized (fp8): lossy; ")
+        said = log.having("; all-reduces and reduce-scatters from 64 KiB to 256 MiB are quantized (fp8): lossy; ")
         assert len(said) == (dist_rank() == 0)
         for rows in (15, 16):
             x = torch.randn(rows, 2048, generator=torch.Generator().manual_seed(dist.get_rank())).to(torch.bfloat16)
