@@ -190,7 +190,7 @@ OPTIONS: dict[str, Option] = {
         _one_of("none", "fp8", "int8"),
         Alike.YES,
         _KERNELS,
-        "Type to which all-reduces, with ``fp8`` also fused ones and reduce-scatters, are quantized on the wire. Lossy "
+        "Type to which all-reduces, with ``fp8`` also reduce-scatters, are quantized on the wire. Lossy "
         "(docs/operate/tuning.md#quantized-all-reduces). An error with ``deterministic`` and in batch-invariant modes.",
     ),
     "wire_min_bytes": Option(

@@ -40,7 +40,8 @@ struct EqualTeams {
 template <uint32_t... Shares>
 struct TeamShares {
   static constexpr uint32_t kAll = (Shares + ...);
-  static constexpr uint32_t kLast = (Shares, ...);
+  static constexpr uint32_t kShares[] = {Shares...};
+  static constexpr uint32_t kLast = kShares[sizeof...(Shares) - 1];
 
   static LLM_COMM_DEVICE Team of(const HBSession& session, uint32_t) {
     const uint32_t unit = session.workers() / kAll;

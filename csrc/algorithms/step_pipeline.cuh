@@ -1,6 +1,6 @@
 // StepPipeline: algorithms that send, combine and collect a message chunk by chunk, with one team (warp role) for each
 // of these. Used by push_hb, push_switch, one_shot_hb, two_shot_hb, two_shot_port and the ld_reduce algorithms of
-// all-reduce and reduce-scatter. In step t (hb_session.cuh)
+// all-reduce and reduce-scatter, and by row_tiles.cuh. In step t (hb_session.cuh)
 //
 //   team 0   sends chunk t: of each shard to the shard's owner, or of its own shard to all ranks
 //   team 1   combines chunk t - depth: reduces the contributions to its shard, or copies what the ranks have sent
@@ -14,7 +14,7 @@
 //     steps earlier. The second hop lags the first by `depth` steps on all ranks, so the same holds for it.
 //   - H1: the first hop uses the first half. A rank waits at its end for the step in which each peer reads the last
 //     chunk, so all of the first half has been read.
-//   - H2: the second hop uses the second half, starting with step `depth`.
+//   - H2: the second hop uses the second half, starting with step `depth`. So do copies of a rank's own sums.
 // R1 of operation.cuh: a block waits for each peer. R2: no slot is used.
 #pragma once
 

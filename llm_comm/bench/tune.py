@@ -177,10 +177,11 @@ def check_options(args: argparse.Namespace, config: Config) -> None:
                 f"{bounds}: no fused message lies between; they are rows of {args.hidden * ELEMENT_BYTES} bytes "
                 f"(--hidden {args.hidden}), up to {format_bytes(LARGEST_FUSED)}"
             )
-    if config.wire != "none" and "all-reduce" in args.operations and args.max < config.wire_min_bytes:
+    quantized = {"all-reduce", "fused"} & set(args.operations)
+    if config.wire != "none" and quantized and args.max < config.wire_min_bytes:
         raise ConfigError(
-            f"--max {format_bytes(args.max)}: with option wire all-reduces are measured where they are quantized, from "
-            f"{format_bytes(config.wire_min_bytes)} on"
+            f"--max {format_bytes(args.max)}: with option wire {min(quantized)} is measured where it is quantized, "
+            f"from {format_bytes(config.wire_min_bytes)} on"
         )
     # These options would decline candidates, or run another algorithm than the row being measured.
     for name in ("algorithm", "max_message_bytes"):
@@ -293,7 +294,10 @@ def tuned(shipped: TuningTable, found: Mapping[str, Found]) -> TuningTable:
     """Return the table to write: the measured rows, and the device's current table for the rest."""
     plain = found.get(ALL_REDUCE, NOTHING)
     limit = largest_won(plain.in_rank_order(), plain.nccl) if plain.best else shipped.max_message_bytes
-    rows = [row for of_operation in found.values() for row in merge(of_operation.by_size())]
+    rows = [row for key, of_operation in found.items() for row in merge(of_operation.by_size()) if is_kept(key, found)]
+    # Fused messages that are larger than the measured ones may have another kernel.
+    measured = max((m.row.up_to for m in found.get(FUSED, NOTHING).best), default=0)
+    rows += [row for row in shipped.rows.get(FUSED, ()) if 0 < measured < row.up_to]
     max_fused_bytes, large_fused_bytes = fused_bounds(found.get(FUSED, NOTHING), shipped)
     # fused_blocks is not measured here and stays as it is.
     return shipped.with_rows(*rows)._replace(
@@ -303,6 +307,20 @@ def tuned(shipped: TuningTable, found: Mapping[str, Found]) -> TuningTable:
         large_fused_bytes=large_fused_bytes,
         min_symmetric_bytes=least_symmetric(found, shipped),
     )
+
+
+def is_kept(key: str, found: Mapping[str, Found]) -> bool:
+    """Return whether the rows of ``key`` go into the table.
+
+    Quantized fused messages are fused if there are rows for them. These are kept if the largest size is not slower than
+    a quantized all-reduce and a norm.
+    """
+    of_key = found[key]
+    if not key.startswith(FUSED) or key == FUSED or not of_key.separate:
+        return True
+    largest = max(of_key.separate)
+    (us,) = (m.us for m in of_key.best if m.row.up_to == largest)
+    return not is_slower(us, of_key.separate[largest])
 
 
 def largest_won(best: Sequence[Measured], nccl: dict[int, float]) -> int:
@@ -317,17 +335,18 @@ def largest_won(best: Sequence[Measured], nccl: dict[int, float]) -> int:
 
 def fused_bounds(fused: Found, shipped: TuningTable) -> tuple[int, int | None]:
     """Return ``max_fused_bytes`` and ``large_fused_bytes``: up to which size, and from which size on, one kernel is not
-    slower than an all-reduce and a norm by more than the noise. Values that were not measured stay as they are."""
-    compared = [
-        (m.row.up_to, is_slower(m.us, fused.separate[m.row.up_to])) for m in fused.best if m.row.up_to in fused.separate
-    ]
-    if not compared:
-        return shipped.max_fused_bytes, shipped.large_fused_bytes
-    lost = [size for size, has_lost in compared if has_lost]
-    before = [m.row.up_to for m in fused.best if not lost or m.row.up_to < lost[0]]
-    behind = [size for size, _ in compared if not lost or size > lost[-1]]
-    # A size below those that were compared was won.
-    return max(before, default=compared[0][0] - 1), min(behind, default=None)
+    slower than an all-reduce and a norm by more than the noise. A present value that no measurement contradicts
+    stays."""
+    compared = [(m.row.up_to, m.us) for m in fused.best if m.row.up_to in fused.separate]
+    lost = [size for size, us in compared if is_slower(us, fused.separate[size])]
+    won = [size for size, _ in compared if size not in lost]
+    before = [size for size in won if not lost or size < lost[0]]
+    up_to = max(shipped.max_fused_bytes, *before, 0)
+    if not lost:
+        return up_to, shipped.large_fused_bytes
+    behind = [size for size in won if size > lost[-1]]
+    from_on = [size for size in (shipped.large_fused_bytes, *behind) if size is not None and size > lost[-1]]
+    return min(up_to, lost[0] - 1), min(from_on, default=None)
 
 
 def least_symmetric(found: Mapping[str, Found], shipped: TuningTable) -> int | dict[str, int]:

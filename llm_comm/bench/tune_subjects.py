@@ -204,7 +204,7 @@ class FusedSubject:
 
     Args:
         hidden: Elements of a row.
-        table: Table by which all-reduces are chosen that are timed with a separate norm. None: none are.
+        table: Table by which an all-reduce is chosen that is timed with a separate norm. None: no such pair is timed.
     """
 
     operation, is_symmetric, programs = FUSED, False, NO_PROGRAMS
@@ -240,11 +240,9 @@ class FusedSubject:
 
         def separate() -> object:
             if comm.accepts(x):
-                total = comm.all_reduce(x, out)
-            else:  # as engines do with messages that are too large
-                total = out.copy_(x)
-                dist.all_reduce(total, group=group)
-            return norm(total, residual, weight)
+                return norm(comm.all_reduce(x, out), residual, weight)
+            dist.all_reduce(out, group=group)  # as engines do with messages that are too large
+            return norm(out, residual, weight)
 
         return Bound(plan, call, separate=(separate, partial(comm.use_table, self._table)))
 
@@ -281,7 +279,7 @@ def subjects_of(
         world_size: Number of ranks.
         programs: Programs to measure, on ordinary tensors only: programs do not serve symmetric ones.
         config: Options of the communicator. None: the defaults.
-        table: Table in use, by which all-reduces before separate norms are chosen. None: these are not timed.
+        table: Table in use, by which all-reduces before separate norms are chosen. None: no such pair is timed.
     """
     gathers = "all-gather" in names
     # Memory for the result of an all-gather, or for input and output of an all-reduce.
@@ -300,8 +298,8 @@ def subjects_of(
         known["all-reduce"] = [QuantizedSubject(ALL_REDUCE, config, world_size)]
         if has_wire[REDUCE_SCATTER]:
             known["reduce-scatter"] = [QuantizedSubject(REDUCE_SCATTER, config, world_size)]
-        if has_wire[FUSED]:
-            known["fused"] = [QuantizedFusedSubject(hidden, table, config)]
+        # An all-reduce before a separate norm would be quantized.
+        known["fused"] = [QuantizedFusedSubject(hidden, table, config) if has_wire[FUSED] else FusedSubject(hidden)]
     return [subject for name in OPERATIONS if name in names for subject in known[name]]
 
 

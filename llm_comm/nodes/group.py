@@ -107,7 +107,8 @@ class MultiNodeGroup:
         """
         self._in_node.table = table
         self._hierarchy.rows = rows = self._rows_of(table)
-        return table._replace(max_message_bytes=rows.limit)
+        # Over several nodes, large sums are a reduce-scatter and an all-gather in the node, without a fused kernel.
+        return table._replace(max_message_bytes=rows.limit, large_fused_bytes=None)
 
     @property
     def table(self) -> TuningTable:

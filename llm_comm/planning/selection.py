@@ -130,11 +130,13 @@ def smallest_quantized(limit: int, config: Config) -> int | None:
 
 def _saved_share(algorithm: registry.Algorithm, problem: Problem) -> float:
     """Return ``Layout.saved_share``. A rank of a two-shot all-reduce sends (N - 1) / N of the message twice, one of a
-    reduce-scatter N - 1 shards."""
+    reduce-scatter all shards but its own, which here counts as the largest."""
     if not algorithm.wire:
         return 0.0
-    others = problem.world_size - 1
-    sent = others if registry.operations()[problem.operation].has_shards else 2 * others / problem.world_size
+    if registry.operations()[problem.operation].has_shards:
+        sent = problem.whole_bytes() / problem.message_bytes() - 1
+    else:
+        sent = 2 * (problem.world_size - 1) / problem.world_size
     return sent * (1 - QUANTIZED_BYTES / registry.data_types()[problem.data_type])
 
 
@@ -227,8 +229,8 @@ class Sizes(NamedTuple):
 def fused_sizes(table: TuningTable, config: Config) -> tuple[Sizes, ...]:
     """Return the sizes whose all-reduces are fused with norms, in order.
 
-    Where all-reduces are quantized, a fused message is quantized too. If fused kernels do not have the format, large
-    messages are left to an all-reduce and a norm, and small ones are exact.
+    Where all-reduces are quantized, a fused message is quantized too, if the table has rows for it. Else large messages
+    are left to an all-reduce and a norm, and small ones are exact.
     """
     limit = exact_limit(table, config)
     # Messages that are not fused would get the engine's norm, with another bitwise result.
@@ -239,11 +241,18 @@ def fused_sizes(table: TuningTable, config: Config) -> tuple[Sizes, ...]:
         return (sizes,)
     quantized_from = smallest_quantized(limit, config)
     if quantized_from is not None:
-        has_format = any(a.wire == config.wire for a in registry.operations()[FUSED].algorithms)
-        limit = message_limit(ALL_REDUCE, table, config) if has_format else quantized_from - 1
+        quantizes = _fuses_quantized(table, config)
+        limit = message_limit(ALL_REDUCE, table, config) if quantizes else quantized_from - 1
     if table.large_fused_bytes <= sizes.last + 1:
         return (Sizes(0, max(limit, sizes.last)),)
     return (sizes, Sizes(table.large_fused_bytes, limit)) if table.large_fused_bytes <= limit else (sizes,)
+
+
+def _fuses_quantized(table: TuningTable, config: Config) -> bool:
+    """Return whether fused messages are quantized where all-reduces are: by a row, or by the forced algorithm."""
+    has_rows = bool(table.rows.get(of_wire(FUSED, config.wire)))
+    algorithms = registry.operations()[FUSED].algorithms
+    return any(a.wire == config.wire and (has_rows or a.name == config.algorithm) for a in algorithms)
 
 
 def is_within(ranges: Iterable[Sizes], message_bytes: int) -> bool:
@@ -279,7 +288,7 @@ def why_not_served(problem: Problem, table: TuningTable, config: Config) -> str:
         return f"{of_shards}more than max_message_bytes={limit}"
     if problem.operation == FUSED and not is_within(fused_sizes(table, config), message_bytes):
         if table.large_fused_bytes is not None and message_bytes >= table.large_fused_bytes:
-            return f"sums are quantized by wire={config.wire}, and no fused kernel does so"
+            return f"sums are quantized by wire={config.wire}, and {table.name} has no fused row for it"
         large = "" if table.large_fused_bytes is None else f" and less than large_fused_bytes={table.large_fused_bytes}"
         return f"more than max_fused_bytes={table.max_fused_bytes}{large} of {table.name}: two kernels are as fast"
     if not any(problem.data_type in algorithm.data_types for algorithm in operation.algorithms):
@@ -301,6 +310,8 @@ def _choose(
     of_type = [a for a in operation.algorithms if problem.data_type in a.data_types and not a.is_symmetric]
     why_not = _why_not(of_type, config, multicast)
     wire = wire_of(problem, config)
+    if problem.operation == FUSED and not _fuses_quantized(table, config):
+        wire = ""
     algorithms = [a for a in of_type if not why_not[a.name, a.protocol] and a.wire == wire]
     if wire:
         rows, remark = table.rows.get(of_wire(problem.operation, wire), ()), f"; wire {wire}"

@@ -373,6 +373,8 @@ def test_special_values_of_fused_sums(ranks: RankPool, world: int) -> None:
 
 def check_sizes_of_fused() -> None:
     with make_communicator(wire="fp8", wire_min_bytes=SMALLEST) as comm:
+        row = Row(1 << 30, FUSED, "two_shot_fp8_hb", "HB", blocks=4, tile_lines=64, depth=2)
+        comm.use_table(comm.table.with_rows(row))
         weight = torch.ones(HIDDEN, dtype=BF16)
         limit = SMALLEST // (2 * HIDDEN)
         for rows in (1, limit - 1, limit, 2 * limit):

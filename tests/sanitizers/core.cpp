@@ -120,7 +120,7 @@ bool reduce_fused(Core& core, uint64_t call) {
                                               : 1;
   const Problem problem{rows * hidden, hidden, DataType::kBFloat16, kWorld, {1e-5, static_cast<double>(quantization)}};
   const Tiling tiling{
-      .blocks = 2, .tile_lines = groups == 0 ? 8u : 16u, .cluster = 1, .depth = 1, .launch_units = rows};
+      .blocks = 2, .tile_lines = groups == 0 ? 8u : 16u, .cluster = 1, .depth = 2, .launch_units = rows};
   const auto prepared = core.prepare(algorithm_of("all_reduce_add_rms_norm", call), problem, tiling);
   const std::vector<uint16_t> zeros(rows * hidden);
   const std::vector<uint16_t> weight(hidden);

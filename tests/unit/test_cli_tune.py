@@ -38,6 +38,7 @@ from llm_comm.planning.tables import (
     TuningTable,
     by_operation,
     of_symmetric,
+    of_wire,
 )
 
 ROW = plain_row(4096, "one_shot", 8, 16, 0)
@@ -336,25 +337,45 @@ def test_the_table_ends_where_nccl_wins() -> None:
     assert tune.tuned(SHIPPED, {ALL_REDUCE: cannot_be_told_apart}).max_message_bytes == 1 << 20
 
 
+def test_larger_fused_messages_keep_their_rows() -> None:
+    large = FUSED_ROW._replace(up_to=1 << 30, cluster=1)
+    table = SHIPPED.with_rows(FUSED_ROW, large)
+    measured = FUSED_ROW._replace(cluster=4)
+    assert tune.tuned(table, {FUSED: found(measured)}).rows[FUSED] == (measured, large)
+    assert tune.tuned(table, {FUSED: found(large)}).rows[FUSED] == (large,)
+
+
+@pytest.mark.parametrize(("separate_us", "is_kept"), [(5.0, True), (4.9, False)])
+def test_quantized_fused_rows_are_kept_if_they_win(separate_us: float, is_kept: bool) -> None:
+    row = Row(1 << 26, FUSED, "two_shot_fp8_hb", "HB", blocks=8, tile_lines=64, depth=2)
+    key = of_wire(FUSED, "fp8")
+    rows = tune.tuned(SHIPPED, {key: found(row)._replace(separate={1 << 26: separate_us})}).rows
+    assert (rows.get(key), rows[FUSED]) == ((row,) if is_kept else None, (FUSED_ROW,))
+
+
 @pytest.mark.parametrize(
     ("separate_us", "bounds"),
     [
-        ({}, (123456, None)),
-        ({2: 9.0, 4: 9.0, 8: 9.0}, (8 << 20, 2 << 20)),
-        ({2: 4.9, 4: 4.9, 8: 9.0}, (1 << 20, 8 << 20)),
-        ({2: 9.0, 4: 4.9, 8: 9.0}, (2 << 20, 8 << 20)),
-        ({2: 9.0, 4: 9.0, 8: 4.9}, (4 << 20, None)),
-        ({2: 4.9, 4: 4.9, 8: 4.9}, (1 << 20, None)),
-        ({2: 4.97, 4: 4.97, 8: 4.97}, (8 << 20, 2 << 20)),
+        ({}, (3 << 20, 24 << 20)),
+        ({2: 9.0, 4: 9.0, 8: 9.0}, (8 << 20, 24 << 20)),
+        ({2: 9.0}, (3 << 20, 24 << 20)),
+        ({2: 4.9, 4: 4.9, 8: 9.0}, ((2 << 20) - 1, 8 << 20)),
+        ({2: 9.0, 4: 4.9, 8: 9.0}, (3 << 20, 8 << 20)),
+        ({2: 9.0, 4: 9.0, 8: 4.9}, (4 << 20, 24 << 20)),
+        ({2: 4.97, 4: 4.97, 8: 4.97}, (8 << 20, 24 << 20)),
+        ({8: 4.9, 32: 4.9, 64: 9.0}, (3 << 20, 64 << 20)),
+        ({8: 4.9, 32: 4.9}, (3 << 20, None)),
+        ({8: 4.9, 32: 9.0}, (3 << 20, 24 << 20)),
     ],
 )
 def test_fused_messages_are_bounded_by_two_kernels(
     separate_us: dict[int, float], bounds: tuple[int, int | None]
 ) -> None:
-    """1 MiB is not compared. Two kernels are faster if by more than the noise."""
-    rows = [FUSED_ROW._replace(up_to=mib << 20) for mib in (1, 2, 4, 8)]
+    """The present bounds are 3 and 24 MiB. They stay unless a comparison contradicts them. Two kernels are faster if by
+    more than the noise."""
+    rows = [FUSED_ROW._replace(up_to=mib << 20) for mib in (1, 2, 4, 8, 32, 64)]
     measured = found(*rows)._replace(separate={mib << 20: us for mib, us in separate_us.items()})
-    table = tune.tuned(SHIPPED, {FUSED: measured})
+    table = tune.tuned(SHIPPED._replace(max_fused_bytes=3 << 20, large_fused_bytes=24 << 20), {FUSED: measured})
     assert (table.max_fused_bytes, table.large_fused_bytes) == bounds
 
 

@@ -20,8 +20,10 @@ from llm_comm.planning.tables import ALL_REDUCE, FUSED, Row, TuningTable, by_ope
 HIDDEN = 4096
 TOKEN_BYTES = 2 * HIDDEN
 LARGE = Row(1 << 30, FUSED, "two_shot_hb", "HB", blocks=132, tile_lines=512, depth=2)
-NO_LARGE = TuningTable("test", by_operation([LARGE]), 64 * MIB, max_fused_bytes=MIB)
+QUANTIZED = LARGE._replace(algorithm="two_shot_fp8_hb")
+NO_LARGE = TuningTable("test", by_operation([LARGE, QUANTIZED]), 64 * MIB, max_fused_bytes=MIB)
 TABLE = NO_LARGE._replace(large_fused_bytes=24 * MIB)
+EXACT = TABLE._replace(rows=by_operation([LARGE]))
 
 
 def sizes_of(table: TuningTable, **options: object) -> tuple[Sizes, ...]:
@@ -47,12 +49,14 @@ def plan_of(nbytes: int, table: TuningTable = TABLE, **options: object) -> Plan:
         (TABLE._replace(large_fused_bytes=MIB + 1), {}, [(0, 64 * MIB)]),
         (TABLE._replace(large_fused_bytes=4096), {}, [(0, 64 * MIB)]),
         (TABLE._replace(large_fused_bytes=0), {}, [(0, 64 * MIB)]),
-        # A fused kernel quantizes to fp8. Quantized messages have the limit of quantized all-reduces.
+        # The table has a row for fp8. Quantized messages have the limit of quantized all-reduces.
         (TABLE, {"wire": "fp8"}, [(0, MIB), (24 * MIB, MAX_WIRE_BYTES)]),
         (TABLE, {"wire": "fp8", "max_message_bytes": 32 * MIB}, [(0, MIB), (24 * MIB, 32 * MIB)]),
         (TABLE, {"wire": "fp8", "wire_min_bytes": 128 * MIB}, [(0, MIB), (24 * MIB, 64 * MIB)]),
         (TABLE, {"wire": "fp8", "algorithm": "two_shot_hb"}, [(0, MIB), (24 * MIB, 64 * MIB)]),
         (TABLE._replace(large_fused_bytes=MIB), {"wire": "fp8"}, [(0, MAX_WIRE_BYTES)]),
+        (EXACT, {"wire": "fp8"}, [(0, MIB)]),
+        (EXACT, {"wire": "fp8", "algorithm": "two_shot_fp8_hb"}, [(0, MIB), (24 * MIB, MAX_WIRE_BYTES)]),
         # No fused kernel quantizes to int8. Messages of at most max_fused_bytes are exact.
         (TABLE, {"wire": "int8"}, [(0, MIB)]),
         (TABLE, {"wire": "int8", "wire_min_bytes": 24 * MIB}, [(0, MIB)]),
@@ -109,8 +113,10 @@ def test_large_fused_messages_are_quantized_as_all_reduces_are() -> None:
     declined = plan_of(24 * MIB, wire="int8")
     assert (declined.algorithm, declined.reason) == (
         "declined",
-        "sums are quantized by wire=int8, and no fused kernel does so",
+        "sums are quantized by wire=int8, and test has no fused row for it",
     )
+    assert plan_of(24 * MIB, EXACT, wire="fp8").algorithm == "declined"
+    assert plan_of(MIB, EXACT, wire="fp8", wire_min_bytes=0).algorithm == "two_shot_hb"
 
 
 @pytest.mark.parametrize(

@@ -115,11 +115,11 @@ def test_what_is_within_the_limit_is_served(limit: int, options: dict[str, int])
 
 @WIRES
 def test_other_operations_are_exact(wire: str) -> None:
-    """Fused kernels quantize to fp8 alone (``test_large_fused_messages_are_quantized_to_fp8``)."""
+    """The table has no rows for quantized fused messages (``test_large_fused_messages_are_quantized_to_fp8``)."""
     config = CONFIG.replace(wire=wire, wire_min_bytes=0)
     by_rows = planner(config, world=2).lay_out(FUSED, 64 * 512, 512, "bf16", FUSED_PARAMETERS)
     gather = planner(config, world=2).lay_out(ALL_GATHER, 4 * MIB, 0, "byte", (1.0, 4.0 * MIB, 4.0 * MIB))
-    for layout, like in (((by_rows, FUSED),) if wire == "int8" else ()) + ((gather, ALL_GATHER),):
+    for layout, like in ((by_rows, FUSED), (gather, ALL_GATHER)):
         assert layout.plan.operation == like
         assert layout.plan.algorithm not in ALGORITHMS.values()
         assert layout.saved_share == 0
@@ -127,7 +127,8 @@ def test_other_operations_are_exact(wire: str) -> None:
 
 def test_large_fused_messages_are_quantized_to_fp8() -> None:
     config = CONFIG.replace(wire="fp8", wire_min_bytes=MIB)
-    table = TABLE._replace(max_fused_bytes=4 * MIB)
+    row = Row(64 * MIB, FUSED, "two_shot_fp8_hb", "HB", blocks=4, tile_lines=64, depth=2)
+    table = TABLE.with_rows(row)._replace(max_fused_bytes=4 * MIB)
     for nbytes, wire in ((MIB - 1024, ""), (MIB, "fp8"), (4 * MIB, "fp8")):
         layout = planner(config, table, 2).lay_out(FUSED, nbytes // 2, 512, "bf16", FUSED_PARAMETERS)
         assert (layout.plan.algorithm == ALGORITHMS["fp8"]) == bool(wire), layout.plan
@@ -263,7 +264,7 @@ def test_tune_measures_quantized_messages_if_asked() -> None:
 def test_tune_says_that_no_message_is_quantized() -> None:
     args = SimpleNamespace(operations=["all-reduce"], min=1024, max=SMALLEST - 2)
     tune.check_options(args, CONFIG)  # type: ignore[arg-type]
-    with pytest.raises(ConfigError, match=r"measured where they are quantized, from 8M on"):
+    with pytest.raises(ConfigError, match=r"measured where it is quantized, from 8M on"):
         tune.check_options(args, CONFIG.replace(wire="fp8"))  # type: ignore[arg-type]
 
 

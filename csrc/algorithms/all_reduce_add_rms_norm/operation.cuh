@@ -66,9 +66,9 @@ struct AddRmsNormArgs {
   uint32_t rows;         // at least 1; the same on all ranks, like row_lines and tile_lines
   uint32_t row_lines;
   uint32_t segment_lines;  // two-shot: lines of a row that one rank owns; a multiple of kChunkLines
-  uint32_t tile_lines;     // a multiple of kChunkLines
+  uint32_t tile_lines;     // LL: a multiple of kChunkLines. HB: lines of a rank's part of a tile (row_tiles.cuh)
   uint32_t cluster_blocks;
-  uint32_t depth;             // tiles that a block sends ahead of the one it reduces
+  uint32_t depth;             // tiles that a block sends ahead of the one it reduces; HB: at least 2
   Quantization quantization;  // kGroup or kGroupUe8m0 for every layout of the scales
   float epsilon;
   float weight_bias;  // added to each weight in fp32, as in Gemma's norms. For none it is -0, which changes no weight

@@ -79,10 +79,11 @@ class RmsNorm {
   // A thread whose operation may not begin still delivers what others wait for, but stores nothing.
   LLM_COMM_DEVICE void set_begun(bool begun) { stores_ = begun; }
 
-  // Whether all tensors are aligned. Then run(norm) may be called with a copy that has no code for others.
+  // Returns whether all tensors are aligned. Then run_aligned() may be used.
   LLM_COMM_DEVICE bool is_aligned() const {
     return residual_.is_aligned() && weight_.is_aligned() && normed_.is_aligned() && new_residual_.is_aligned();
   }
+  // Calls run(norm) with a copy of this object that has code for aligned tensors only.
   template <class Run>
   LLM_COMM_DEVICE void run_aligned(Run run) {
     RmsNorm copy = *this;

@@ -9,8 +9,8 @@
 //   team 1   adds this rank's part of tile t - depth, sends the sums to all ranks and keeps them
 //   team 2   adds the residual to tile t - 2 * depth, norms its rows and stores both
 //
-// The copy is written depth steps before team 2 reads it, and overwritten 2 * depth steps later, like the sums of other
-// ranks (step_pipeline.cuh).
+// The copy is written depth steps before team 2 reads it, and overwritten 2 * depth steps after it is written, like the
+// sums of other ranks (step_pipeline.cuh).
 //
 // `normed` may be the input, and `new_residual` the residual. A row of `normed` is stored 2 * depth and depth steps after
 // its parts of the input were read, by this block alone. An element of the residual is read by the thread that stores it.
@@ -200,9 +200,9 @@ struct RowsInTiles : Chunked<Algorithm> {
   static constexpr uint64_t tiles(const Problem& problem, const Tiling& tiling, uint64_t units) {
     return divide_up(units, rows_of_tile(problem, tiling.tile_lines));
   }
-  // Two lines of a row or more for each thread that norms, in whole warps.
+  // A line of a row or more for each thread that norms, in whole warps.
   static constexpr uint32_t workers(const Problem& problem, const Tiling&) {
-    const uint32_t threads = Operation::row_lines(problem) / (2 * RowTeams::kLast) / kWarpThreads * kWarpThreads;
+    const uint32_t threads = Operation::row_lines(problem) / RowTeams::kLast / kWarpThreads * kWarpThreads;
     return RowTeams::kAll * std::clamp(threads, kWarpThreads, kMaxShareThreads);
   }
   static constexpr uint64_t shared_bytes() { return kPartialBytes + sizeof(Line); }
