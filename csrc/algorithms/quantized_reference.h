@@ -60,7 +60,7 @@ inline uint32_t quantized_sum_of_owner(DataType type, uint32_t world, uint64_t c
   });
 }
 
-// The same of an all-reduce in which each rank adds `slice` elements, in whole blocks.
+// Element i of an all-reduce of `count` elements in which each rank adds `slice` of them, in whole blocks, as bits.
 template <Wire W, class Input>
 inline uint32_t quantized_sum_of_one(DataType type, uint32_t world, uint64_t count, uint64_t slice, uint64_t i,
                                      Input input) {

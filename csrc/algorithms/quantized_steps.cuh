@@ -55,7 +55,7 @@ class QuantizedSteps {
         team, t, own, [&](uint32_t k, const Quantized& sum) { store(own, first, k, lines, sum); },
         [&](auto send) { others.for_each(send); });
   }
-  // The same, with the quantized sums in this rank's own buffer.
+  // As sum_for_all(), with the quantized sums in this rank's own buffer.
   template <class Own>
   LLM_COMM_DEVICE void sum_and_keep(const Team& team, uint32_t t, const Own& own) const {
     const typename Buffers::ToOthers others(buffers_, kSecondHop, t);

@@ -136,7 +136,7 @@ class RmsNorm {
   }
 
   // Finishes a row after add() has been called for all its values: normalizes it and stores the outputs. Every warp
-  // with values calls it, and in each block at least the first warp, because a block must stay while others deliver to
+  // with values calls it, and in each block at least the leader's warp, because a block must stay while others deliver to
   // it.
   // - `position(tile)`: position of this thread's values of tile `tile` of `tiles`.
   // - `values`, `weight`: results of add() and load_weight(); used if there is a single tile.

@@ -178,8 +178,8 @@ LLM_COMM_DEVICE void sum_and_norm_in_tiles(const AddRmsNormArgs& args, Operation
 
 // ---- Descriptor ----------------------------------------------------------------------------------------------------
 
-// Algorithm defines kPartUnit: parts are multiples of so many lines; and kLeastBytes: it has no candidates for smaller
-// messages.
+// Algorithm defines kPartUnit, the lines that parts are multiples of, and kLeastBytes, the smallest message that has
+// candidates.
 template <class Algorithm>
 struct RowsInTiles : Chunked<Algorithm> {
   using Operation = AllReduceAddRmsNorm;
