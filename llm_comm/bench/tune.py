@@ -295,10 +295,11 @@ def tuned(shipped: TuningTable, found: Mapping[str, Found]) -> TuningTable:
     plain = found.get(ALL_REDUCE, NOTHING)
     limit = largest_won(plain.in_rank_order(), plain.nccl) if plain.best else shipped.max_message_bytes
     rows = [row for key, of_operation in found.items() for row in merge(of_operation.by_size()) if is_kept(key, found)]
+    max_fused_bytes, large_fused_bytes = fused_bounds(found.get(FUSED, NOTHING), shipped)
     # Fused messages that are larger than the measured ones may have another kernel.
     measured = max((m.row.up_to for m in found.get(FUSED, NOTHING).best), default=0)
-    rows += [row for row in shipped.rows.get(FUSED, ()) if 0 < measured < row.up_to]
-    max_fused_bytes, large_fused_bytes = fused_bounds(found.get(FUSED, NOTHING), shipped)
+    if large_fused_bytes is not None:
+        rows += [row for row in shipped.rows.get(FUSED, ()) if 0 < measured < row.up_to]
     # fused_blocks is not measured here and stays as it is.
     return shipped.with_rows(*rows)._replace(
         name="",

@@ -339,10 +339,12 @@ def test_the_table_ends_where_nccl_wins() -> None:
 
 def test_larger_fused_messages_keep_their_rows() -> None:
     large = FUSED_ROW._replace(up_to=1 << 30, cluster=1)
-    table = SHIPPED.with_rows(FUSED_ROW, large)
+    table = SHIPPED.with_rows(FUSED_ROW, large)._replace(large_fused_bytes=1 << 29)
     measured = FUSED_ROW._replace(cluster=4)
     assert tune.tuned(table, {FUSED: found(measured)}).rows[FUSED] == (measured, large)
     assert tune.tuned(table, {FUSED: found(large)}).rows[FUSED] == (large,)
+    without_large = table._replace(large_fused_bytes=None)
+    assert tune.tuned(without_large, {FUSED: found(measured)}).rows[FUSED] == (measured,)
 
 
 @pytest.mark.parametrize(("separate_us", "is_kept"), [(5.0, True), (4.9, False)])
