@@ -173,7 +173,9 @@ class AnyCall final : public Call {
     const uint32_t per_line = static_cast<uint32_t>(sizeof(Line)) / element_bytes(type);
     const uint32_t rows = random.chance(96) ? random.between(2, 3) : 1;
     const uint32_t whole_lines = random.chance(128) || kIsDirect ? per_line : 1;
-    const uint32_t most = (ranks > 4 ? 4 : 8) * per_line / rows;
+    // Those of quantized algorithms have several chunks too.
+    const uint32_t unit = *Algorithm::kInfo.wire != 0 ? kQuantizedChunkLines : 1;
+    const uint32_t most = (ranks > 4 ? 4 : 8) * unit * per_line / rows;
     problem.parameter[kRows] = rows;
     const uint32_t size_of_all = random.between(1, most / whole_lines) * whole_lines;
     const bool is_even = random.chance(96);

@@ -167,7 +167,6 @@ OF_OPERATIONS = (
         exempt={
             "all_reduce_add_rms_norm/.*": "numbers beyond the grid are those of rows that do not exist: it crashes",
             r".*_ce": "copies come behind its grids of several blocks, which wait for them to end",
-            "reduce_scatter/push_fp8_hb": "its chunks have 32 lines and more, so few schedules have several blocks",
         },
     ),
     Protection(
