@@ -110,7 +110,7 @@ class Bench:
             show("an all-reduce and a norm")
             call, prepare = self.bound.separate
             prepare()
-            separate_us = self._time_other(call, lambda: None)
+            separate_us = self._time_other(call, nothing)
         return AtSize(self._size, measured, nccl_us, separate_us, tuple(refusals))
 
     def _time_other(self, call: Callable[[], object], restore: Callable[[], object]) -> float:

@@ -295,9 +295,10 @@ def tuned(shipped: TuningTable, found: Mapping[str, Found]) -> TuningTable:
     plain = found.get(ALL_REDUCE, NOTHING)
     limit = largest_won(plain.in_rank_order(), plain.nccl) if plain.best else shipped.max_message_bytes
     rows = [row for key, of_operation in found.items() for row in merge(of_operation.by_size()) if is_kept(key, found)]
-    max_fused_bytes, large_fused_bytes = fused_bounds(found.get(FUSED, NOTHING), shipped)
+    fused = found.get(FUSED, NOTHING)
+    max_fused_bytes, large_fused_bytes = fused_bounds(fused, shipped)
     # Fused messages that are larger than the measured ones may have another kernel.
-    measured = max((m.row.up_to for m in found.get(FUSED, NOTHING).best), default=0)
+    measured = max((m.row.up_to for m in fused.best), default=0)
     if large_fused_bytes is not None:
         rows += [row for row in shipped.rows.get(FUSED, ()) if 0 < measured < row.up_to]
     # fused_blocks is not measured here and stays as it is.
@@ -317,7 +318,7 @@ def is_kept(key: str, found: Mapping[str, Found]) -> bool:
     a quantized all-reduce and a norm.
     """
     of_key = found[key]
-    if not key.startswith(FUSED) or key == FUSED or not of_key.separate:
+    if key == FUSED or not of_key.separate:
         return True
     largest = max(of_key.separate)
     (us,) = (m.us for m in of_key.best if m.row.up_to == largest)
@@ -342,7 +343,7 @@ def fused_bounds(fused: Found, shipped: TuningTable) -> tuple[int, int | None]:
     lost = [size for size, us in compared if is_slower(us, fused.separate[size])]
     won = [size for size, _ in compared if size not in lost]
     before = [size for size in won if not lost or size < lost[0]]
-    up_to = max(shipped.max_fused_bytes, *before, 0)
+    up_to = max([shipped.max_fused_bytes, *before])
     if not lost:
         return up_to, shipped.large_fused_bytes
     behind = [size for size in won if size > lost[-1]]
