@@ -229,20 +229,49 @@ def test_threads_take_turns_over_nodes(ranks: RankPool, transport: str, places: 
     ranks.run(2 * places, share_over_nodes, transport, places)
 
 
+class AnnouncedLock:
+    """A lock that sets an event when somebody comes to it, before it is held."""
+
+    def __init__(self, lock: threading.RLock, reached: threading.Event) -> None:
+        self._lock = lock
+        self._reached = reached
+
+    def __enter__(self) -> None:
+        self._reached.set()
+        self._lock.acquire()
+
+    def __exit__(self, *_: object) -> None:
+        self._lock.release()
+
+
 def close_beside_a_call() -> None:
-    """Of a rank whose partner has not come to the call."""
+    """Of a rank whose partner does not come to the call before the rank closes."""
     comm = make(Layout(2, 1))
     if comm.rank == 0:
-        hierarchy = comm._multi_node._hierarchy
+        nodes = comm._multi_node
+        hierarchy = nodes._hierarchy
         in_call = threading.Thread(target=reduce_often, args=[comm, 3000, 1])
         in_call.start()
         while not hierarchy._is_in_call:
             time.sleep(0.001)
+        closes_or_waits = threading.Event()
+        ended_within_a_call = []
+        stop = nodes._watch.stop
+
+        def note_and_stop() -> None:
+            ended_within_a_call.append(hierarchy._is_in_call)
+            closes_or_waits.set()
+            stop()
+
+        nodes._watch.stop = note_and_stop
+        hierarchy.call_lock = AnnouncedLock(hierarchy.call_lock, closes_or_waits)
         closes = threading.Thread(target=comm.close)
         closes.start()
+        assert closes_or_waits.wait(30)
         store().set("called", "")
         in_call.join()
         closes.join()
+        assert ended_within_a_call == [False]
         with pytest.raises(RuntimeError, match="communicator is closed"):
             reduce_often(comm, 3000, 1)
     else:
