@@ -1,9 +1,10 @@
-"""Properties of this installation: version, CUDA kernels, headers and libraries."""
+"""Properties of this installation: version, CUDA kernels, headers and libraries; and what tools of the machine say."""
 
 from __future__ import annotations
 
 import functools
 import hashlib
+import subprocess
 from importlib import resources
 from pathlib import Path
 
@@ -118,3 +119,12 @@ def _installed_directory(name: str) -> str:
     if not directory.is_dir():
         raise FileNotFoundError(f"this installation of llm_comm has no {name!r} directory: install it with pip")
     return str(directory)
+
+
+def run_tool(*command: str) -> str | None:
+    """Return the stripped standard output of a command; None if it is missing, fails or hangs."""
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=20, check=True)
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return done.stdout.strip()

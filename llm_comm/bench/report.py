@@ -7,7 +7,6 @@ import dataclasses
 import importlib.metadata
 import os
 import platform
-import subprocess
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -21,7 +20,7 @@ import torch
 from llm_comm import files
 from llm_comm.cli.launch import Placement
 from llm_comm.errors import ConfigError
-from llm_comm.installation import VERSION
+from llm_comm.installation import VERSION, run_tool
 from llm_comm.registry import is_program
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
@@ -187,15 +186,6 @@ def driver_version() -> str | None:
     """Return the version of the NVIDIA kernel driver, or None."""
     output = run_tool("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader")
     return output.splitlines()[0].strip() if output else None
-
-
-def run_tool(*command: str) -> str | None:
-    """Return the stripped standard output of a command; None if it is missing, fails or hangs."""
-    try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=20, check=True)
-    except (OSError, subprocess.SubprocessError):
-        return None
-    return done.stdout.strip()
 
 
 def _source_commit() -> str | None:

@@ -8,19 +8,16 @@ is not called.
 from __future__ import annotations
 
 import argparse
-import importlib
-import importlib.util
 import json
 import os
-import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
 import torch
 
 from llm_comm import _core
-from llm_comm.bench.report import format_bytes, run_tool, versions
+from llm_comm.bench.report import format_bytes, versions
 from llm_comm.bench.tune_tables import tables_here
 from llm_comm.cli import engine_verdicts, launch, model_verdicts
 from llm_comm.config import MULTICAST_OFF_VARIABLES, Config, EngineOptions, multicast_state
@@ -32,10 +29,10 @@ from llm_comm.planning.catalogue import check_table_option
 from llm_comm.planning.multicast import wish
 from llm_comm.planning.selection import exact_limit, message_limit
 from llm_comm.planning.tables import ALL_REDUCE, TuningTable
+from llm_comm.runtime.links import is_unmeasured, link_matrix, why_too_slow
 from llm_comm.runtime.multicast import driver_of, name_of
 
 _MULTICAST_VARIABLES = ("LLM_COMM_MULTICAST", *MULTICAST_OFF_VARIABLES)
-_PCIE_LEVELS = {0: "same board", 10: "PIX", 20: "PXB", 30: "PHB", 40: "NODE", 50: "SYS"}
 
 
 #: Content of sections that depend on the configuration, if that is invalid.
@@ -175,68 +172,6 @@ def _uuid(index: int) -> str:
     return f"GPU-{torch.cuda.get_device_properties(index).uuid}"
 
 
-def link_matrix(uuids: Sequence[str]) -> list[list[str]]:
-    """Return the kind of link between each two GPUs: NV<number of NVLinks>, or the PCIe level in nvidia-smi's terms.
-
-    Args:
-        uuids: UUIDs of the GPUs. CUDA's numbering can differ from the driver's.
-
-    Raises:
-        RuntimeError: Neither pynvml nor nvidia-smi is available.
-    """
-    if importlib.util.find_spec("pynvml") is not None:
-        return _links_from_nvml(uuids)
-    topology = run_tool("nvidia-smi", "topo", "-m")
-    numbering = run_tool("nvidia-smi", "--query-gpu=uuid", "--format=csv,noheader")
-    if topology is None or numbering is None:
-        raise RuntimeError("pynvml is not installed and nvidia-smi does not answer")
-    matrix = parse_topology(topology)
-    order = [numbering.split().index(uuid) for uuid in uuids]
-    return [[matrix[a][b] for b in order] for a in order]
-
-
-def parse_topology(text: str) -> list[list[str]]:
-    """Parse the GPU part of ``nvidia-smi topo -m``, in the driver's numbering; "X" on the diagonal."""
-    plain = re.sub(r"\x1b\[[0-9;]*m", "", text)
-    rows = [line.split() for line in plain.splitlines() if re.match(r"GPU\d+\s", line)]
-    # The columns after those of the GPUs are network cards and affinities.
-    return [row[1 : 1 + len(rows)] for row in rows]
-
-
-def _links_from_nvml(uuids: Sequence[str]) -> list[list[str]]:
-    pynvml = importlib.import_module("pynvml")
-    pynvml.nvmlInit()
-    try:
-        gpus = [pynvml.nvmlDeviceGetHandleByUUID(uuid) for uuid in uuids]
-        return [[_link_from_nvml(pynvml, a, b, gpus) for b in gpus] for a in gpus]
-    finally:
-        pynvml.nvmlShutdown()
-
-
-def _link_from_nvml(nvml: Any, a: Any, b: Any, gpus: Sequence[Any]) -> str:
-    if a is b:
-        return "X"
-    if nvml.nvmlDeviceGetP2PStatus(a, b, nvml.NVML_P2P_CAPS_INDEX_NVLINK) != nvml.NVML_P2P_STATUS_OK:
-        level = nvml.nvmlDeviceGetTopologyCommonAncestor(a, b)
-        return _PCIE_LEVELS.get(level, f"PCIe level {level}")
-    addresses = {nvml.nvmlDeviceGetPciInfo(gpu).busId for gpu in gpus}
-    elsewhere = addresses - {nvml.nvmlDeviceGetPciInfo(b).busId}
-    # A link that ends at no other GPU ends at this one, or at a switch that reaches all GPUs.
-    return f"NV{sum(end not in elsewhere for end in _link_ends(nvml, a))}"
-
-
-def _link_ends(nvml: Any, gpu: Any) -> list[Any]:
-    """Return the PCI addresses at the far ends of a GPU's active NVLinks."""
-    ends = []
-    for link in range(nvml.NVML_NVLINK_MAX_LINKS):
-        try:
-            if nvml.nvmlDeviceGetNvLinkState(gpu, link):
-                ends.append(nvml.nvmlDeviceGetNvLinkRemotePciInfo(gpu, link).busId)
-        except nvml.NVMLError:  # this GPU has no more links
-            break
-    return ends
-
-
 def _multicast(config: Config) -> dict[str, Any]:
     may, why = multicast_state(config)
     variables = {name: os.environ[name] for name in _MULTICAST_VARIABLES if name in os.environ}
@@ -266,7 +201,12 @@ def _workspace(config: Config) -> dict[str, Any]:
 
 
 def _tuning(config: Config) -> dict[str, str]:
-    return {f"{world} ranks": _describe_table(table, config) for world, table in tables_here(config).items()}
+    found = {}
+    for world, table in tables_here(config).items():
+        why_not = why_too_slow([_uuid(index) for index in range(world)]) if is_unmeasured(table, config) else ""
+        of_engines = f"; engines use NCCL: {why_not}" if why_not else ""
+        found[f"{world} ranks"] = _describe_table(table, config) + of_engines
+    return found
 
 
 def _describe_table(table: TuningTable, config: Config) -> str:

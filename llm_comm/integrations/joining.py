@@ -15,6 +15,8 @@ from llm_comm.config import EngineOptions
 from llm_comm.errors import ConfigError, LlmCommError, MissingRankError
 from llm_comm.nodes.topology import find_topology
 from llm_comm.planning.catalogue import check_table_option
+from llm_comm.runtime.devices import find_table, gpu_name
+from llm_comm.runtime.links import is_unmeasured, why_too_slow
 from llm_comm.runtime.rank_names import RankNames
 from llm_comm.runtime.rendezvous import Rendezvous
 
@@ -69,7 +71,8 @@ def served_device(device: torch.device) -> torch.device:
 def join(group: dist.ProcessGroup, device: torch.device, load_config: Callable[[], EngineOptions]) -> Communicator:
     """Make a communicator for ``group``, on all ranks or on none. Collective.
 
-    The ranks vote three times: on their options and build, on the nodes that they run on, and on the set-up itself.
+    The ranks vote on their options and build, on the nodes that they run on, on the links between their GPUs, and on
+    the set-up itself.
 
     Args:
         group: gloo group of the ranks.
@@ -92,12 +95,13 @@ def join(group: dist.ProcessGroup, device: torch.device, load_config: Callable[[
     _vote(rendezvous, objection)
     assert config is not None
     _vote(rendezvous, _objection_to_nodes(rendezvous, config))
+    _vote(rendezvous, _objection_to_links(rendezvous, config, device))
 
     communicator = None
     try:
         communicator = Communicator(group, device, config)
     except MissingRankError as error:  # no further vote is possible without the lost rank
-        raise AbsentRanksError(f"a rank of the engine was lost while llm_comm was set up: {error}") from error
+        raise _lost(error) from error
     except Exception as error:
         logger.debug("set-up failed", exc_info=True)
         objection = error
@@ -142,7 +146,7 @@ def _objection_to_nodes(rendezvous: Rendezvous, config: EngineOptions) -> Except
     try:
         topology = find_topology(rendezvous, config)
     except MissingRankError as error:
-        raise AbsentRanksError(f"a rank of the engine was lost while llm_comm was set up: {error}") from error
+        raise _lost(error) from error
     except LlmCommError as error:
         return error
     if topology is None or config.multi_node:
@@ -152,6 +156,30 @@ def _objection_to_nodes(rendezvous: Rendezvous, config: EngineOptions) -> Except
         f"the ranks are on {len(topology.nodes)} nodes ({', '.join(topology.hosts)}), and multi_node is false "
         f"({origin}); {_HOW_TO_SPAN_NODES}"
     )
+
+
+def _objection_to_links(rendezvous: Rendezvous, config: EngineOptions, device: torch.device) -> Exception | None:
+    """Return this rank's objection to the links between the GPUs, or None. Collective.
+
+    Raises:
+        AbsentRanksError: A rank is lost.
+    """
+    gpu = None
+    try:
+        if is_unmeasured(find_table(device, rendezvous.world_size, config), config):
+            gpu = gpu_name(device)
+    except Exception as error:  # the set-up reports it on all ranks
+        logger.debug("llm_comm: the links between the GPUs are not looked at: %s", error)
+    try:
+        gpus = rendezvous.gather("GPU", gpu)
+    except MissingRankError as error:
+        raise _lost(error) from error
+    why = "" if None in gpus else why_too_slow(gpus)
+    return NotJoinedError(why) if why else None
+
+
+def _lost(error: MissingRankError) -> AbsentRanksError:
+    return AbsentRanksError(f"a rank of the engine was lost while llm_comm was set up: {error}")
 
 
 # Classes of objections, most important first. A wrong option of the operator must not be hidden by another objection.

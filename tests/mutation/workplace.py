@@ -12,6 +12,7 @@ import os
 import re
 import shlex
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
@@ -223,6 +224,8 @@ class Server:
             return Finding("")
         if status == -1:
             return Finding(TIME_LIMIT)
+        if status < 0:
+            return Finding(f"{signal.Signals(-status).name} ended pytest {shlex.join(check)}")
         said = self._output.read_text(errors="replace")
         failed = re.search(r"^(?:FAILED|ERROR) (tests/.*?)(?: - .*)?$", said, flags=re.MULTILINE)
         # 2 with a file named: a mutant may break what the file does when it is imported.

@@ -5,28 +5,14 @@ from __future__ import annotations
 import argparse
 import json
 import os
-from types import SimpleNamespace
-from typing import Any, ClassVar
 
 import pytest
 
 from llm_comm import _core
 from llm_comm.cli import commands, doctor, engine_verdicts, launch
+from llm_comm.config import Config
 from llm_comm.installation import code_for, oldest_driver
-
-TOPOLOGY = """\
-\t\x1b[4mGPU0\tGPU1\tGPU2\tNIC0\tCPU Affinity\tNUMA Affinity\tGPU NUMA ID\x1b[0m
-GPU0\t X \tNV18\tSYS\tPIX\t0-63\t0\t\tN/A
-GPU1\tNV18\t X \tNODE\tSYS\t0-63\t0\t\tN/A
-GPU2\tSYS\tNODE\t X \tSYS\t64-127\t1\t\tN/A
-NIC0\tPIX\tSYS\tSYS\t X
-
-Legend:
-
-  X    = Self
-  NV#  = Connection traversing a bonded set of # NVLinks
-"""
-
+from llm_comm.planning.catalogue import find_table
 
 SECTIONS = {
     "verdict",
@@ -137,80 +123,26 @@ def test_multicast_says_how_to_get_it_and_which_sums(monkeypatch: pytest.MonkeyP
     assert set(found["why"].values()) == {"multicast is '1' (LLM_COMM_MULTICAST)"}
 
 
+@pytest.mark.parametrize(("variables", "says_so"), [({}, True), ({"LLM_COMM_ALGORITHM": "one_shot"}, False)])
+def test_tuning_says_which_groups_engines_leave_to_nccl(
+    variables: dict[str, str], says_so: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    general = find_table("NVIDIA L40S", 4, 142, Config(), 89)
+    monkeypatch.setattr(doctor, "tables_here", lambda _: {4: general})
+    monkeypatch.setattr(doctor, "_uuid", lambda index: f"GPU-{index}")
+    monkeypatch.setattr(doctor, "why_too_slow", lambda uuids: f"no NVLink between {uuids[0]} and {uuids[3]}")
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    found = doctor.collect()["tuning"]["4 ranks"]
+    assert "general" in found
+    assert ("; engines use NCCL: no NVLink between GPU-0 and GPU-3" in found) == says_so
+
+
 def test_configuration_names_the_variable_a_value_came_from(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("LLM_COMM_TIMEOUT_S", "12.5")
     found = doctor.collect()["configuration"]
     assert found["timeout_s"] == "12.5 (LLM_COMM_TIMEOUT_S)"
     assert found["multicast"] == "auto (default)"
-
-
-def test_topology_of_nvidia_smi() -> None:
-    assert doctor.parse_topology(TOPOLOGY) == [
-        ["X", "NV18", "SYS"],
-        ["NV18", "X", "NODE"],
-        ["SYS", "NODE", "X"],
-    ]
-
-
-def test_links_follow_cudas_numbering(monkeypatch: pytest.MonkeyPatch) -> None:
-    outputs = {"topo": TOPOLOGY, "--query-gpu=uuid": "GPU-a\nGPU-b\nGPU-c"}
-    monkeypatch.setattr(doctor.importlib.util, "find_spec", lambda _: None)
-    monkeypatch.setattr(doctor, "run_tool", lambda _, option, *__: outputs[option])
-    assert doctor.link_matrix(["GPU-c", "GPU-b"]) == [["X", "NODE"], ["NODE", "X"]]
-
-
-def test_links_say_when_nobody_can_tell(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(doctor.importlib.util, "find_spec", lambda _: None)
-    monkeypatch.setattr(doctor, "run_tool", lambda *_: None)
-    with pytest.raises(RuntimeError, match="nvidia-smi does not answer"):
-        doctor.link_matrix(["GPU-a", "GPU-b"])
-
-
-class FakeNvml:
-    """Three GPUs: a and b share two NVLinks, a has one to a switch, c hangs on PCIe."""
-
-    NVML_P2P_CAPS_INDEX_NVLINK = 2
-    NVML_P2P_STATUS_OK = 0
-    NVML_NVLINK_MAX_LINKS = 18
-
-    class NVMLError(Exception):
-        """As raised for a link that a GPU does not have."""
-
-    ends: ClassVar = {"a": ["b", "b", "switch", "c"], "b": ["a", "a"], "c": []}
-
-    def nvmlInit(self) -> None: ...
-
-    def nvmlShutdown(self) -> None: ...
-
-    def nvmlDeviceGetHandleByUUID(self, uuid: str) -> str:
-        return uuid
-
-    def nvmlDeviceGetPciInfo(self, gpu: str) -> Any:
-        return SimpleNamespace(busId=gpu)
-
-    def nvmlDeviceGetP2PStatus(self, a: str, b: str, _index: int) -> int:
-        return 0 if "c" not in (a, b) else 1
-
-    def nvmlDeviceGetTopologyCommonAncestor(self, _a: str, _b: str) -> int:
-        return 50
-
-    def nvmlDeviceGetNvLinkState(self, gpu: str, link: int) -> int:
-        if link >= len(self.ends[gpu]):
-            raise self.NVMLError
-        return 1
-
-    def nvmlDeviceGetNvLinkRemotePciInfo(self, gpu: str, link: int) -> Any:
-        return SimpleNamespace(busId=self.ends[gpu][link])
-
-
-def test_links_from_nvml(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(doctor.importlib.util, "find_spec", lambda _: object())
-    monkeypatch.setattr(doctor.importlib, "import_module", lambda _: FakeNvml())
-    assert doctor.link_matrix(["a", "b", "c"]) == [
-        ["X", "NV3", "SYS"],
-        ["NV2", "X", "SYS"],
-        ["SYS", "SYS", "X"],
-    ]
 
 
 @pytest.mark.parametrize(

@@ -5,15 +5,18 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 from harness import names_of_world, unnamed
 
 from llm_comm.config import EngineOptions
 from llm_comm.errors import CommunicatorError, ConfigError, LlmCommError, MissingRankError
 from llm_comm.integrations import joining, members
 from llm_comm.integrations.joining import AbsentRanksError, NotJoinedError, SwitchedOffError
+from llm_comm.planning.tables import Origin
 
 
 @pytest.mark.parametrize(
@@ -31,6 +34,7 @@ class Vote:
     """A rendezvous of three ranks, of which this one is the first."""
 
     names = names_of_world(3)
+    world_size = 3
 
     def __init__(self, *others: tuple[int, str] | LlmCommError | None) -> None:
         self._others = others
@@ -93,6 +97,58 @@ def test_a_rank_that_does_not_come() -> None:
     assert isinstance(error, AbsentRanksError)
     assert "came within 120 s: gone" in str(error)
     assert "LLM_COMM_TIMEOUT_S" not in str(error)
+
+
+def objection_to_links(
+    monkeypatch: pytest.MonkeyPatch, options: dict[str, str], is_tuned: bool, *others: Any
+) -> tuple[Any, Exception | None]:
+    """What this rank says of its GPU, and its objection where the GPUs have no NVLink."""
+    table = SimpleNamespace(origin=Origin(is_tuned=is_tuned))
+    monkeypatch.setattr(joining, "find_table", lambda *_: table)
+    monkeypatch.setattr(joining, "gpu_name", lambda _: "GPU-0")
+    monkeypatch.setattr(joining, "why_too_slow", lambda gpus: f"PCIe: {gpus}")
+    rendezvous = Vote(*others)
+    config = EngineOptions.load(options)
+    objection = joining._objection_to_links(rendezvous, config, torch.device("cuda", 0))  # type: ignore[arg-type]
+    return rendezvous.said, objection
+
+
+def test_gpus_without_nvlink_need_a_table(monkeypatch: pytest.MonkeyPatch) -> None:
+    _, objection = objection_to_links(monkeypatch, {}, False, "GPU-1", "GPU-2")
+    assert isinstance(objection, NotJoinedError)
+    assert str(objection) == "PCIe: ['GPU-0', 'GPU-1', 'GPU-2']"
+
+
+@pytest.mark.parametrize(
+    ("options", "is_tuned", "others"),
+    [
+        ({}, True, ("GPU-1", "GPU-2")),
+        ({"LLM_COMM_TABLE": "mine.yaml"}, False, ("GPU-1", "GPU-2")),
+        ({"LLM_COMM_ALGORITHM": "one_shot"}, False, ("GPU-1", "GPU-2")),
+        ({}, False, ("GPU-1", None)),
+    ],
+    ids=["tuned", "option table", "forced algorithm", "on one rank alone"],
+)
+def test_links_that_are_no_objection(
+    monkeypatch: pytest.MonkeyPatch, options: dict[str, str], is_tuned: bool, others: tuple[Any, ...]
+) -> None:
+    assert objection_to_links(monkeypatch, options, is_tuned, *others)[1] is None
+
+
+def test_a_rank_that_is_lost_before_it_names_its_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(AbsentRanksError, match="a rank of the engine was lost"):
+        objection_to_links(monkeypatch, {}, False, MissingRankError("gone"), None)
+
+
+def test_a_rank_whose_gpu_does_not_answer_leaves_it_to_the_set_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: object) -> None:
+        raise RuntimeError("the driver is gone")
+
+    rendezvous = Vote("GPU-1", "GPU-2")
+    monkeypatch.setattr(joining, "find_table", fail)
+    device = torch.device("cuda", 0)
+    assert joining._objection_to_links(rendezvous, EngineOptions.load({}), device) is None  # type: ignore[arg-type]
+    assert rendezvous.said is None
 
 
 class Failing:
