@@ -27,7 +27,7 @@ from llm_comm.operations.generic import GenericOperations
 from llm_comm.operations.linear import Linear
 from llm_comm.operations.linear_all_reduce import LinearAllReduce, LinearAllReduceAddRmsNorm
 from llm_comm.operations.linear_layers import LinearLayers
-from llm_comm.operations.shards import AllGather, ReduceScatter
+from llm_comm.operations.shards import AllGather, AllToAll, ReduceScatter
 from llm_comm.planning import programs
 from llm_comm.planning.multicast import Multicast
 from llm_comm.planning.programs import Kernels
@@ -102,11 +102,13 @@ class Communicator(AllReduceOps, GatherScatter, LinearLayers):
         self._heap = SymmetricHeap(rendezvous, self._handle, connected.memory_kind == "cudaIpc")
         common = (self._handle, self._planner)
         layers, (sums, norms, gathers, scatters) = Linear(*common), self._between_ranks()
+        why_none = "" if self._multi_node is None else WITHIN_A_NODE
         self._operations = torch_operators.Operations(
             sums,
             norms,
             gathers,
             scatters,
+            AllToAll(*common, self.rank, why_none),
             layers,
             Linear(*common, epilogue="silu_and_mul"),
             Linear(*common, epilogue="gelu_tanh_and_mul"),
@@ -114,12 +116,13 @@ class Communicator(AllReduceOps, GatherScatter, LinearLayers):
             LinearAllReduce(self._handle, layers, sums),
             LinearAllReduceAddRmsNorm(self._handle, layers, norms),
         )
-        self._other_operations = GenericOperations(*common, "" if self._multi_node is None else WITHIN_A_NODE)
+        self._other_operations = GenericOperations(*common, why_none)
         # Bound at set-up to save attribute look-ups in calls.
         self._all_reduce = self._operations.all_reduce.run
         self._all_reduce_add_rms_norm = self._operations.all_reduce_add_rms_norm.run
         self._all_gather = self._operations.all_gather.run
         self._reduce_scatter = self._operations.reduce_scatter.run
+        self._all_to_all = self._operations.all_to_all.run
         self._linear = self._operations.linear.run
         self._batch_invariant_linear = self._operations.batch_invariant_linear.run
         self._linear_silu_and_mul = self._operations.linear_silu_and_mul.run
@@ -334,6 +337,7 @@ class Communicator(AllReduceOps, GatherScatter, LinearLayers):
         self._operations.all_reduce_add_rms_norm.forget()
         self._operations.all_gather.forget()
         self._operations.reduce_scatter.forget()
+        self._operations.all_to_all.forget()
         self._operations.linear.forget()
         self._operations.linear_silu_and_mul.forget()
         self._operations.linear_gelu_tanh_and_mul.forget()

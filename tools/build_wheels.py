@@ -28,8 +28,8 @@ import old_abi
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 VERSIONS = ("3.10", "3.11", "3.12", "3.13", "3.14")
-#: Machine code for these, and PTX of sm_100 for what comes after. sm_100 and sm_103 need nvcc 12.9.
-ARCHITECTURES = "80-real;90-real;100;103-real"
+#: Machine code for these, and PTX of sm_100 for what comes after. sm_103 needs nvcc 12.9.
+ARCHITECTURES = "80-real;90-real;100;103-real;120-real"
 #: What a build without isolation has to find, of the version of Python that is built for.
 BUILD_PACKAGES = ("scikit-build-core>=0.11", "pybind11>=2.13")
 #: Programs that are not those of one version.

@@ -205,6 +205,15 @@ class StepPipeline {
         });
   }
 
+  // Copies chunk t from one view of this rank's memory to another one.
+  template <class From, class To>
+  LLM_COMM_DEVICE void copy(const Team& team, uint32_t t, const From& from, const To& to) const {
+    const uint32_t first = chunks_.first(t);
+    move_lines(
+        team, chunks_.lines(t, from.lines()), [&](uint32_t k) { return from.load(first + k); },
+        [&](uint32_t k, Line line) { to.store(first + k, line); });
+  }
+
   // Copies chunk t of each other rank's shard to its destination, shard_of(owner).
   template <class ShardOf>
   LLM_COMM_DEVICE void collect(const Team& team, uint32_t hop, uint32_t t, ShardOf shard_of) const {

@@ -1,4 +1,4 @@
-// Launch shape of LL algorithms over shards (shards.h): one-shot all-gather and reduce-scatter.
+// Launch shape of LL algorithms over shards (shards.h): one-shot all-gather, reduce-scatter and all-to-all.
 #pragma once
 
 #include "algorithms/shards_operation.h"
@@ -20,11 +20,12 @@ struct TiledShards {
   static constexpr Tunables kTunables{{{"blocks", 1, kArrivalsPerOperation - 1}, {"tile_lines", 1, 1u << 16, true}}};
   static constexpr uint32_t kVariants = 1;
 
+  // Threads of a block for each line of a tile.
   static constexpr uint64_t threads_of_line(uint64_t world) { return world <= kMaxWorldByLines ? 1 : world; }
 
   static Tiling tile(const Problem& problem, const TuningParameters& tuning, const Limits& limits) {
     const uint32_t most_tile_lines =
-        floor_power_of_two(static_cast<uint32_t>(kMaxShardThreads / threads_of_line(problem.world)));
+        floor_power_of_two(static_cast<uint32_t>(kMaxShardThreads / Algorithm::threads_of_line(problem.world)));
     const uint32_t tile_lines = tuning.tile_lines < most_tile_lines ? tuning.tile_lines : most_tile_lines;
     const uint64_t most_lines =
         most_units(limits.slot_bytes, [&](uint64_t lines) { return Algorithm::slot_bytes(lines, problem.world); });
@@ -51,10 +52,10 @@ struct TiledShards {
                                   " bytes, the workspace has slots of " + std::to_string(limits.slot_bytes) +
                                   ": lower launch_units or raise workspace_bytes");
     }
-    const uint64_t threads = threads_of_line(problem.world) * tiling.tile_lines;
+    const uint64_t threads = Algorithm::threads_of_line(problem.world) * tiling.tile_lines;
     if (threads > kMaxShardThreads) {
       throw std::invalid_argument("tile_lines is " + std::to_string(tiling.tile_lines) + "; it must be at most " +
-                                  std::to_string(kMaxShardThreads / threads_of_line(problem.world)) + " among " +
+                                  std::to_string(kMaxShardThreads / Algorithm::threads_of_line(problem.world)) + " among " +
                                   std::to_string(problem.world) + " ranks");
     }
     const uint64_t tiles = divide_up(lines, uint64_t{tiling.tile_lines});
@@ -66,7 +67,7 @@ struct TiledShards {
     constexpr uint64_t kMaxRounds = 32;  // tiles that a block walks over
     std::vector<TuningParameters> found;
     const uint64_t lines = divide_up(problem.bytes(), sizeof(Line));
-    for (uint32_t tile_lines = 8; tile_lines <= 256 && tile_lines * threads_of_line(problem.world) <= kMaxShardThreads;
+    for (uint32_t tile_lines = 8; tile_lines <= 256 && tile_lines * Algorithm::threads_of_line(problem.world) <= kMaxShardThreads;
          tile_lines *= 2) {
       const uint64_t tiles = divide_up(lines, uint64_t{tile_lines});
       for (uint32_t waves = 1; waves <= 8; waves *= 2) {

@@ -76,7 +76,7 @@ std::optional<std::string> home() {
   return found->pw_dir;
 }
 
-// Table of devices without one. It has rows of all_reduce only; rows_of_shards() covers all_gather and reduce_scatter.
+// Table of devices without one. It has rows of all_reduce only; rows_of_shards() covers operations with shards.
 //
 // One-shot sends (N-1) * bytes in one hop, two-shot 2 * (N-1)/N * bytes in two. By the H200 tables they break even near
 // 400 KiB / (N-1), which reflects the latency of an NVLink hop. Tiles and grids are the H200's too.
@@ -103,7 +103,7 @@ Table emulated_table() {
                        row(kFused, kLarge, "two_shot", "LL", {.blocks = 4, .threads = 128, .cluster = 2, .depth = 1}),
                        row("all_reduce", kLarge, "two_shot_pull_hb", "HB", {.blocks = 3, .tile_lines = 16}),
                        row("all_gather", kLarge, "direct_push_hb", "HB", {.blocks = 3, .tile_lines = 16})}};
-  for (const char* const operation : {"all_gather", "reduce_scatter"}) {
+  for (const char* const operation : {"all_gather", "reduce_scatter", "all_to_all"}) {
     table.rows.push_back(row(operation, kSmall, "one_shot", "LL", {.blocks = 2, .tile_lines = 16}));
     table.rows.push_back(row(operation, kLarge, "push_hb", "HB", {.blocks = 4, .tile_lines = 64, .depth = 2}));
   }

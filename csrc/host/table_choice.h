@@ -41,7 +41,7 @@ inline constexpr const char* kTableSuffix = ".format1.yaml";
 // File name in that directory, for example "nvidia_h200_8.format1.yaml".
 std::string table_file_name(const std::string& device, uint32_t world);
 
-// Rows for all_gather or reduce_scatter, for tables without such rows.
+// Rows for an operation with shards, for tables without such rows.
 std::vector<Row> rows_of_shards(const std::string& operation, uint32_t sm_count);
 
 }  // namespace llm_comm::host

@@ -15,7 +15,7 @@ namespace llm_comm::host {
 inline constexpr uint64_t kKiB = 1024;
 inline constexpr uint64_t kMiB = 1024 * kKiB;
 
-// Algorithm and tuning parameters for messages of up to `up_to` bytes. For all_gather and reduce_scatter `up_to` bounds
+// Algorithm and tuning parameters for messages of up to `up_to` bytes. For operations with shards `up_to` bounds
 // the largest shard.
 struct Row {
   std::string operation;

@@ -376,6 +376,14 @@ ncclResult_t ReduceScatter(const void* send, void* recv, size_t count, ncclDataT
                     });
 }
 
+ncclResult_t AlltoAll(const void* send, void* recv, size_t count, ncclDataType_t type, ncclComm_t comm,
+                      cudaStream_t stream) {
+  return collective({Operation::kAllToAll, type, count}, send, recv, comm, stream,
+                    [](const Message& m, const void* from, void* to, ncclComm_t of, cudaStream_t on) {
+                      return call_real(&RealFunctions::AlltoAll, "AlltoAll", from, to, m.count, m.type, of, on);
+                    });
+}
+
 ncclResult_t Broadcast(const void* send, void* recv, size_t count, ncclDataType_t type, int root, ncclComm_t comm,
                        cudaStream_t stream) {
   return collective({Operation::kBroadcast, type, count, ncclSum, root}, send, recv, comm, stream,

@@ -14,6 +14,9 @@ namespace llm_comm::nccl {
 
 namespace {
 
+// Operations of the registry that this library serves.
+constexpr const char* kServed[] = {"all_reduce", "all_gather", "reduce_scatter", "all_to_all"};
+
 // Maximum bytes that the root of a broadcast sends. World size 2: as far as an all-gather of such shards, which sends
 // as much, is clearly faster than NCCL's broadcast (docs/results/2026-11-25_h100x2_nccl_tests.json). Larger worlds: not
 // measured. There the root stores to each rank in turn, while NCCL's ranks pass the data on.
@@ -39,6 +42,8 @@ const char* registered(Operation operation) {
       return "all_reduce";
     case Operation::kReduceScatter:
       return "reduce_scatter";
+    case Operation::kAllToAll:
+      return "all_to_all";
     case Operation::kAllGather:
     case Operation::kBroadcast:
       break;
@@ -54,8 +59,7 @@ bool needs_no_row(const host::Algorithm& algorithm, const std::string& operation
 // True if this library can execute a row.
 bool can_run(const Row& row) {
   const host::Algorithm& algorithm = host::algorithms()[row.algorithm];
-  const bool is_served =
-      row.operation == "all_reduce" || row.operation == "all_gather" || row.operation == "reduce_scatter";
+  const bool is_served = std::find(std::begin(kServed), std::end(kServed), row.operation) != std::end(kServed);
   const bool is_lossy = *algorithm.info->wire != 0;
   return is_served && row.program.empty() && algorithm.info->symmetric == 0 && !algorithm.info->uses_multimem &&
          !is_lossy;
@@ -104,6 +108,8 @@ const char* name_of(Operation operation) {
       return "AllGather";
     case Operation::kReduceScatter:
       return "ReduceScatter";
+    case Operation::kAllToAll:
+      return "AlltoAll";
     case Operation::kBroadcast:
       return "Broadcast";
   }
@@ -155,7 +161,7 @@ Decision Selection::decide(const Message& message) const {
 
 std::vector<uint32_t> Selection::algorithms() const {
   std::vector<uint32_t> found;
-  for (const char* const operation : {"all_reduce", "all_gather", "reduce_scatter"}) {
+  for (const char* const operation : kServed) {
     const std::vector<Row> rows = rows_of(operation);
     for (const Row& row : rows) found.push_back(row.algorithm);
     for (uint32_t number = 0; number < host::algorithms().size(); ++number) {

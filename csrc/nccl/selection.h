@@ -23,13 +23,13 @@ Table find_table(const std::string& path, const std::string& device, uint32_t wo
 // Digest of everything that choices depend on; ranks compare it.
 std::string digest_of(const Table& table);
 
-enum class Operation { kAllReduce, kAllGather, kReduceScatter, kBroadcast };
+enum class Operation { kAllReduce, kAllGather, kReduceScatter, kAllToAll, kBroadcast };
 
 // Arguments of a collective call that all ranks share.
 struct Message {
   Operation operation;
   ncclDataType_t type;
-  uint64_t count;  // as in the call: for all_gather and reduce_scatter, elements of a shard
+  uint64_t count;  // as in the call: of operations with shards, elements of one
   int reduction = ncclSum;
   int root = 0;
 

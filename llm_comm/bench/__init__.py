@@ -11,4 +11,4 @@ PLOT_SUFFIXES = (".png", ".svg", ".pdf")
 LAYER_TOKENS = (1, 4, 8, 16, 32, 64)
 
 #: Operations of ``tune`` and ``bench table``.
-OPERATIONS = ("all-reduce", "fused", "all-gather", "reduce-scatter")
+OPERATIONS = ("all-reduce", "fused", "all-gather", "reduce-scatter", "all-to-all")

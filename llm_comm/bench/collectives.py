@@ -20,13 +20,13 @@ from torch import Tensor
 
 from llm_comm.bench import agreement, comparison, report
 from llm_comm.bench.comparison import Bound, Collective, Judge, Library
-from llm_comm.bench.reference import AllGatherReference, ReduceScatterReference, Reference
+from llm_comm.bench.reference import AllGatherReference, AllToAllReference, ReduceScatterReference, Reference
 from llm_comm.bench.report import OURS, OURS_SYMMETRIC
 from llm_comm.communicator import Communicator
 from llm_comm.operations.operation import TORCH_TYPES
 from llm_comm.planning.plan import Plan, Problem
 from llm_comm.planning.selection import wire_of
-from llm_comm.planning.tables import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER
+from llm_comm.planning.tables import ALL_GATHER, ALL_REDUCE, ALL_TO_ALL, REDUCE_SCATTER
 
 
 class Primitive(NamedTuple):
@@ -69,6 +69,11 @@ def _reduce_scatter(x: Tensor, out: Tensor, group: dist.ProcessGroup) -> Tensor:
     return out
 
 
+def _all_to_all(x: Tensor, out: Tensor, group: dist.ProcessGroup) -> Tensor:
+    dist.all_to_all_single(out, x, group=group)
+    return out
+
+
 #: Primitives by the operation's name in the registry. A shard of an all-reduce is the whole message.
 PRIMITIVES = {
     ALL_REDUCE: Primitive(
@@ -94,6 +99,14 @@ PRIMITIVES = {
         lambda comm, x: comm.plan_reduce_scatter(x),
         lambda comm, x, out: comm.reduce_scatter(x, out=out),
         _reduce_scatter,
+    ),
+    ALL_TO_ALL: Primitive(
+        True,
+        True,
+        lambda comm, x: comm.accepts_all_to_all(x),
+        lambda comm, x: comm.plan_all_to_all(x),
+        lambda comm, x, out: comm.all_to_all(x, out=out),
+        _all_to_all,
     ),
 }
 
@@ -164,6 +177,8 @@ def libraries_of(
     way("gloo" if comm.is_emulated else "nccl", lambda x, out: primitive.by_torch(x, out, group), in_place)
     if comm.is_emulated:
         return libraries, [report.EMULATED_REMARK]
+    if operation == ALL_TO_ALL:  # torch.ops.symm_mem has none of equal parts
+        return libraries, []
     try:
         buffer, handle = comparison.symmetric_buffer(inputs, dtype, comm.device, group)
     except agreement.NotUsableError as error:
@@ -225,6 +240,7 @@ COLLECTIVES = {
         _collective(
             REDUCE_SCATTER, lambda c, dtype, n: ReduceScatterReference(n, c.rank, c.world_size, dtype, c.device)
         ),
+        _collective(ALL_TO_ALL, lambda c, dtype, n: AllToAllReference(n, c.rank, c.world_size, dtype, c.device)),
     )
 }
 

@@ -85,11 +85,27 @@ class AllGatherReference:
         """Return the shard of one rank."""
         return self._inputs.addend(rank, salt)
 
+    def part(self, rank: int, salt: int) -> Tensor:
+        """Return what one rank contributes to the result."""
+        return self.addend(rank, salt)
+
     def error(self, actual: Tensor, salt: int, rounds_once: bool) -> float:
         """Return 0, or infinity if the result differs anywhere."""
         del rounds_once
-        expected = torch.cat([self.addend(rank, salt) for rank in range(self._world)])
+        expected = torch.cat([self.part(rank, salt) for rank in range(self._world)])
         return 0.0 if torch.equal(actual, expected) else float("inf")
+
+
+class AllToAllReference(AllGatherReference):
+    """Judge of an all-to-all: the parts of all ranks for one rank, compared bitwise."""
+
+    def __init__(self, count: int, rank: int, world: int, dtype: torch.dtype, device: torch.device) -> None:
+        super().__init__(count * world, world, dtype, device)
+        self._part = slice(rank * count, (rank + 1) * count)
+
+    def part(self, rank: int, salt: int) -> Tensor:
+        """Return what one rank contributes to the result."""
+        return self.addend(rank, salt)[self._part]
 
 
 class ReduceScatterReference:

@@ -25,6 +25,7 @@ from llm_comm.planning.selection import wire_of
 from llm_comm.planning.tables import (
     ALL_GATHER,
     ALL_REDUCE,
+    ALL_TO_ALL,
     FUSED,
     REDUCE_SCATTER,
     Row,
@@ -43,7 +44,7 @@ LARGEST_FUSED = 64 * MIB
 _SEPARATE_FROM = MIB
 # Sizes from which NCCL is timed too. The table of all-reduces ends where NCCL wins. For the other operations NCCL's
 # times are information only.
-_COMPARE_FROM = {ALL_REDUCE: MIB, ALL_GATHER: MIB // 16, REDUCE_SCATTER: MIB // 16}
+_COMPARE_FROM = {ALL_REDUCE: MIB, ALL_GATHER: MIB // 16, REDUCE_SCATTER: MIB // 16, ALL_TO_ALL: MIB // 16}
 #: Smallest size measured with symmetric tensors. Below it ordinary memory is expected to be faster: a call on symmetric
 #: tensors begins with a hop that carries no data.
 SYMMETRIC_FROM = MIB // 16
@@ -153,8 +154,9 @@ class CollectiveSubject:
         return doubling_sizes(_from(smallest, self._pool), largest)
 
     def problem(self, size: int, world_size: int) -> Problem:
-        # All-gather moves bytes, whatever the dtype.
-        count, data_type = (size, "byte") if self.operation == ALL_GATHER else (size // ELEMENT_BYTES, _DATA_TYPE)
+        # Some operations move bytes, whatever the dtype.
+        moves = self.operation in (ALL_GATHER, ALL_TO_ALL)
+        count, data_type = (size, "byte") if moves else (size // ELEMENT_BYTES, _DATA_TYPE)
         parts = () if self.operation == ALL_REDUCE else (1.0, *[float(count)] * world_size)
         return Problem(self.operation, count, 0, data_type, world_size, parts)
 
@@ -289,6 +291,7 @@ def subjects_of(
         "fused": [FusedSubject(hidden, table)],
         "all-gather": [CollectiveSubject(ALL_GATHER, None, programs), CollectiveSubject(ALL_GATHER, pool)],
         "reduce-scatter": [CollectiveSubject(REDUCE_SCATTER, None, programs)],
+        "all-to-all": [CollectiveSubject(ALL_TO_ALL)],
     }
     if config is not None and config.wire != "none":
         has_wire = {

@@ -125,6 +125,7 @@ def _add_bench(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     text = "the same of all-gather, into ordinary and into symmetric memory"
     _add_comparison(collectives, "all-gather", text, "part of a rank")
     _add_comparison(collectives, "reduce-scatter", "the same of reduce-scatter", "part of a rank")
+    _add_comparison(collectives, "all-to-all", "the same of all-to-all", "part of a rank")
     _add_linear(collectives)
     text = "time what the tuning table chooses beside all candidates, and mark where one is 5 percent faster"
     parser = _command(collectives, "table", text, "llm_comm.bench.table:run")

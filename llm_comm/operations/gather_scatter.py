@@ -1,4 +1,4 @@
-"""Mixin of ``Communicator``: methods of all-gather and reduce-scatter."""
+"""Mixin of ``Communicator``: methods of all-gather, reduce-scatter and all-to-all."""
 
 from __future__ import annotations
 
@@ -20,13 +20,14 @@ _Tensor = torch.Tensor
 
 
 class GatherScatter:
-    """Mixin of ``Communicator``: all-gather and reduce-scatter, with their ``accepts`` and ``plan`` queries."""
+    """Mixin of ``Communicator``: all-gather, reduce-scatter and all-to-all, with ``accepts`` and ``plan`` queries."""
 
     name: str
     _operations: torch_operators.Operations
-    # ``run`` of both operations, bound at set-up to save attribute look-ups.
+    # ``run`` of the operations, bound at set-up to save attribute look-ups.
     _all_gather: Callable[..., Any]
     _reduce_scatter: Callable[..., Any]
+    _all_to_all: Callable[..., Any]
 
     # ---- Operations ---------------------------------------------------------------------------------------------
 
@@ -83,6 +84,33 @@ class GatherScatter:
             return self._dispatch(self._operations.reduce_scatter, x, dim, sizes, out)
         return self._reduce_scatter(x, dim, sizes, out)
 
+    def all_to_all(self, x: Any, out: Any = None) -> Any:
+        """Send the part of ``x`` for each rank, and return the parts that the ranks have for this one, in rank order.
+
+        The parts are equal and along the first dimension, as in ``torch.distributed.all_to_all_single`` without sizes.
+        The bytes are copied without conversion. One hop by the algorithms of all-gather.
+
+        Args:
+            x: Contiguous tensor whose first dimension is a multiple of the number of ranks, of any dtype, on this
+                communicator's device; or an array with DLPack or ``__cuda_array_interface__``. Equal dtype and shape on
+                all ranks.
+            out: Output: contiguous, with the number of elements and the dtype of ``x``, without overlap with ``x``.
+                None: a new tensor.
+
+        Returns:
+            ``out``, or a new tensor (array) of the shape of ``x``.
+
+        Raises:
+            UnsupportedInputError: ``accepts_all_to_all(x)`` is false, or ``out`` does not fit. Ranks on several nodes
+                decline every call.
+            CommunicatorError: This or an earlier call has failed, see ``all_reduce``.
+        """
+        if _is_compiling() or type(x) is not _Tensor or _is_watched():
+            if isinstance(x, _Tensor):
+                return self._dispatch(self._operations.all_to_all, x, 0, None, out)
+            return arrays.call(self.all_to_all, x, out)
+        return self._all_to_all(x, 0, None, out)
+
     def try_all_gather(self, x: torch.Tensor, dim: int = 0, sizes: Sizes | None = None) -> torch.Tensor | None:
         """``all_gather(x, dim, sizes)`` if it is accepted, else None. ``x`` is checked once, for engines that have
         their own fallback. All ranks get a tensor or all get None.
@@ -100,6 +128,13 @@ class GatherScatter:
         if _is_compiling() or type(x) is not _Tensor or _is_watched():
             return self._try(self._operations.reduce_scatter, x, dim, sizes)
         result: torch.Tensor | None = self._reduce_scatter(x, dim, sizes, None, True)
+        return result
+
+    def try_all_to_all(self, x: torch.Tensor) -> torch.Tensor | None:
+        """``all_to_all(x)`` if it is accepted, else None; see ``try_all_gather``."""
+        if _is_compiling() or type(x) is not _Tensor or _is_watched():
+            return self._try(self._operations.all_to_all, x, 0, None)
+        result: torch.Tensor | None = self._all_to_all(x, 0, None, None, True)
         return result
 
     def _try(self, operation: ShardsOperation, x: torch.Tensor, dim: int, sizes: Sizes | None) -> torch.Tensor | None:
@@ -135,6 +170,10 @@ class GatherScatter:
         """Return whether ``reduce_scatter(x, dim, sizes)`` is served, by the rules of ``accepts_all_gather``."""
         return _accepts(self._operations.reduce_scatter, x, dim, sizes)
 
+    def accepts_all_to_all(self, x: Any) -> bool:
+        """Return whether ``all_to_all(x)`` is served, by the rules of ``accepts_all_gather``."""
+        return _accepts(self._operations.all_to_all, x, 0, None)
+
     def plan_all_gather(self, x: Any, dim: int = 0, sizes: Sizes | None = None) -> Plan:
         """Return the plan of ``all_gather(x, dim, sizes)``. The algorithm is ``"declined"`` for an input that is not
         served.
@@ -147,6 +186,10 @@ class GatherScatter:
     def plan_reduce_scatter(self, x: Any, dim: int = 0, sizes: Sizes | None = None) -> Plan:
         """Return the plan of ``reduce_scatter(x, dim, sizes)``, see ``plan_all_gather``."""
         return self._operations.reduce_scatter.plan(arrays.as_tensor(x), dim, sizes)
+
+    def plan_all_to_all(self, x: Any) -> Plan:
+        """Return the plan of ``all_to_all(x)``, see ``plan_all_gather``."""
+        return self._operations.all_to_all.plan(arrays.as_tensor(x), 0, None)
 
 
 def _accepts(calls: ShardsOperation, x: Any, dim: int, sizes: Sizes | None) -> bool:

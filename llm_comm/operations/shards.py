@@ -1,4 +1,5 @@
-"""Operations on shards of a tensor along a dimension: all-gather concatenates the shards, reduce-scatter makes them.
+"""Operations on shards of a tensor along a dimension: all-gather concatenates the shards, reduce-scatter makes them,
+all-to-all exchanges them.
 
 Validation, cache of prepared calls, and launch.
 """
@@ -20,7 +21,7 @@ from llm_comm.operations.operation import Operation, keep
 from llm_comm.planning.plan import Plan, declined, without_kernel
 from llm_comm.planning.planner import Planner
 from llm_comm.planning.selection import Layout, limits_whole_tensor
-from llm_comm.planning.tables import ALL_GATHER, REDUCE_SCATTER
+from llm_comm.planning.tables import ALL_GATHER, ALL_TO_ALL, REDUCE_SCATTER
 from llm_comm.runtime.core_handle import CoreHandle
 
 # Global names are cheaper to look up than attributes.
@@ -76,7 +77,7 @@ class PreparedShards(NamedTuple):
 
 
 class ShardsOperation(Operation):
-    """All-gather or reduce-scatter of one communicator.
+    """All-gather, reduce-scatter or all-to-all of one communicator.
 
     Args:
         handle, planner: Arguments of ``Operation``.
@@ -85,7 +86,7 @@ class ShardsOperation(Operation):
 
     #: Name in the registry.
     name: str
-    #: True if the input is the whole tensor (reduce-scatter), false if the output is (all-gather).
+    #: True if the input is a whole tensor, false if only the output is (all-gather).
     takes_whole: bool
 
     def __init__(self, handle: CoreHandle, planner: Planner, rank: int) -> None:
@@ -379,3 +380,28 @@ class ReduceScatter(ShardsOperation):
     """Reduce-scatter of one communicator."""
 
     name, takes_whole = REDUCE_SCATTER, True
+
+
+class AllToAll(AllGather):
+    """All-to-all of one communicator. Like all-gather it moves bytes.
+
+    Args:
+        handle, planner, rank: Arguments of ``ShardsOperation``.
+        why_none: Reason why the communicator has no all-to-all, or "".
+    """
+
+    name, takes_whole = ALL_TO_ALL, True
+
+    def __init__(self, handle: CoreHandle, planner: Planner, rank: int, why_none: str = "") -> None:
+        super().__init__(handle, planner, rank)
+        self._why_none = why_none
+
+    def _divide(self, shape: Sequence[int], dim: int, sizes: Sizes | None) -> Shards | None:
+        shards = super()._divide(shape, dim, sizes)
+        return None if shards is None else shards._replace(shape=tuple(shape))
+
+    def _in_place(self, shards: Shards, dtype: torch.dtype) -> int | None:
+        return None
+
+    def _why_not_type(self, dtype: torch.dtype) -> str:
+        return self._why_none or super()._why_not_type(dtype)

@@ -32,7 +32,7 @@ from llm_comm.operations.fp8 import FP8, GROUPS, empty_scales, makes_scales
 from llm_comm.operations.linear import Linear
 from llm_comm.operations.linear_all_reduce import LinearAllReduce, LinearAllReduceAddRmsNorm
 from llm_comm.operations.operands import check_constant, why_not_writable
-from llm_comm.operations.shards import AllGather, ReduceScatter, ShardsOperation, Sizes
+from llm_comm.operations.shards import AllGather, AllToAll, ReduceScatter, ShardsOperation, Sizes
 
 _Node = torch.fx.Node
 
@@ -130,6 +130,7 @@ class Operations:
     all_reduce_add_rms_norm: AllReduceAddRmsNorm
     all_gather: AllGather
     reduce_scatter: ReduceScatter
+    all_to_all: AllToAll
     linear: Linear
     linear_silu_and_mul: Linear
     linear_gelu_tanh_and_mul: Linear
@@ -225,7 +226,7 @@ def check_tensors(operation: str, operands: Mapping[str, Any], optional: Contain
 def on_shards(
     operation: ShardsOperation, x: _Tensor, dim: int, sizes: Sizes | None, out: Any, communicator: str
 ) -> Any:
-    """Run ``Communicator.all_gather`` or ``reduce_scatter`` through torch's dispatcher."""
+    """Run ``Communicator.all_gather``, ``reduce_scatter`` or ``all_to_all`` through torch's dispatcher."""
     name = operation.name
     check_outputs(name, out=out)
     operation.check_numbers(x, dim, sizes)
@@ -361,7 +362,7 @@ torch.library.register_vmap("llm_comm::all_reduce", _all_reduce_of_batch, lib=_l
 
 
 def _define_shards(name: str, result_length: Callable[[int, Sizes | None, int, int], int]) -> None:
-    """Define the operator of all-gather or reduce-scatter.
+    """Define the operator of an operation on shards.
 
     Args:
         name: Name of the operation.
@@ -397,6 +398,7 @@ def _define_shards(name: str, result_length: Callable[[int, Sizes | None, int, i
 
 _define_shards("all_gather", lambda shard, sizes, _, world: shard * world if sizes is None else sum(sizes))
 _define_shards("reduce_scatter", lambda whole, sizes, rank, world: whole // world if sizes is None else sizes[rank])
+_define_shards("all_to_all", lambda whole, *_: whole)
 define_norms(
     "all_reduce_add_rms_norm",
     "Tensor x, Tensor? residual, Tensor weight",

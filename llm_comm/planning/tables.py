@@ -16,6 +16,7 @@ ALL_REDUCE = "all_reduce"
 FUSED = "all_reduce_add_rms_norm"
 ALL_GATHER = "all_gather"
 REDUCE_SCATTER = "reduce_scatter"
+ALL_TO_ALL = "all_to_all"
 
 #: Tuning parameters of DSL programs.
 TUNABLES_OF_PROGRAMS = ("blocks", "threads")

@@ -178,7 +178,7 @@ class AnyCall final : public Call {
     const uint32_t most = (ranks > 4 ? 4 : 8) * unit * per_line / rows;
     problem.parameter[kRows] = rows;
     const uint32_t size_of_all = random.between(1, most / whole_lines) * whole_lines;
-    const bool is_even = random.chance(96);
+    const bool is_even = random.chance(96) || std::is_same_v<Operation, AllToAll>;
     uint32_t largest = 0;
     for (uint32_t rank = 0; rank < ranks; ++rank) {
       const uint32_t size = is_even ? size_of_all : random.below(most / whole_lines + 1) * whole_lines;

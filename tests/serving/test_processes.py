@@ -79,9 +79,10 @@ def test_a_result_of_before_does_not_count(tmp_path: Path) -> None:
 
 
 PROGRAM = """
-import sys
+import signal, sys
 from pathlib import Path
 from bench_serving import processes
+signal.signal(signal.SIGHUP, signal.SIG_DFL)  # ignored where the tests run under nohup
 engine = [sys.executable, "-c", "import subprocess; subprocess.run(['sleep', '600'])"]
 with processes.Session(engine, {}, Path(sys.argv[1]), Path()) as session:
     session.wait_for(lambda: len(session.processes) == 2, 30, print)

@@ -6,7 +6,7 @@ from __future__ import annotations
 import pytest
 
 from llm_comm import _core, registry
-from llm_comm.planning.tables import ALL_GATHER, ALL_REDUCE, FUSED, REDUCE_SCATTER
+from llm_comm.planning.tables import ALL_REDUCE, FUSED
 
 LINE = 16
 BF16 = tuple(registry.data_types()).index("bf16")
@@ -74,7 +74,8 @@ def test_one_shot_up_to_4_mib() -> None:
 def any_problem(algorithm: registry.Algorithm, elements: int) -> _core.Problem:
     """Of two ranks: so many elements, in rows of 1024 where an operation works by rows, or of a part of one row."""
     is_fused = algorithm.operation == FUSED
-    parts = (1, elements, elements, *[0] * 6) if algorithm.operation in (ALL_GATHER, REDUCE_SCATTER) else ()
+    has_shards = registry.operations()[algorithm.operation].has_shards
+    parts = (1, elements, elements, *[0] * 6) if has_shards else ()
     return _core.Problem(
         count=elements,
         row=1024 if is_fused else 0,

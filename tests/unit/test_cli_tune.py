@@ -31,6 +31,7 @@ from llm_comm.planning.selection import select
 from llm_comm.planning.tables import (
     ALL_GATHER,
     ALL_REDUCE,
+    ALL_TO_ALL,
     FUSED,
     REDUCE_SCATTER,
     Row,
@@ -291,7 +292,8 @@ def test_by_default_every_size_has_candidates(world: int, sm_count: int) -> None
     args = commands.build_parser().parse_args(["tune"])
     subjects = subjects_of(args.operations, args.hidden, args.max, world)
     assert [s.key for s in subjects] == [
-        *(ALL_REDUCE, of_symmetric(ALL_REDUCE), FUSED, ALL_GATHER, of_symmetric(ALL_GATHER), REDUCE_SCATTER)
+        *(ALL_REDUCE, of_symmetric(ALL_REDUCE), FUSED),
+        *(ALL_GATHER, of_symmetric(ALL_GATHER), REDUCE_SCATTER, ALL_TO_ALL),
     ]
     tune.require_candidates(args, subjects, world, limits_of(CONFIG, sm_count))
 

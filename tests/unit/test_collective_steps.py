@@ -40,11 +40,11 @@ SAFE = re.compile(
     # Rows of what ranks have said, and objects that only keep what they are given.
     |partial|LayerKey|LayerRow|Row|rows_of|_Tuning|_CollectiveTuner|_?budget_s|options_of|log\.warning
     # Catches what fails.
-    |tuner\.why_not_measured
+    |tuner\.why_not_measured|why_too_slow
     # Words for ranks, and a copy of a table.
     |(.*\.)?names\.\w+|table\.with_programs
     # The operations of a communicator, once its ranks are connected.
-    |torch_operators\.(Operations|register)|Linear\w*|GenericOperations.*|self\._forget
+    |torch_operators\.(Operations|register)|Linear\w*|AllToAll|GenericOperations.*|self\._forget
     """,
     re.VERBOSE,
 )

@@ -157,6 +157,7 @@ def test_gemma_3_leaves_out_what_is_usual(tmp_path: Path) -> None:
     """As google/gemma-3-4b-it: entries of the language model that are those of transformers are not in the file."""
     text = {"model_type": "gemma3_text", "hidden_size": 2560, "intermediate_size": 10240, "num_hidden_layers": 34}
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "gemma3", "text_config": text}))
+    assert models.read(tmp_path / "config.json").activation == "gelu_pytorch_tanh"
     found = model_verdicts.report(str(tmp_path), 2, EngineOptions.load({}))
     assert found["model"].endswith("(gemma3_text), 34 layers, 2 ranks")
     assert found["norms"].startswith("fused with the all-reduce before them in vLLM; ")

@@ -384,7 +384,7 @@ def test_a_number_of_ranks_that_nobody_measured_has_the_general_table(world: int
 
 
 def test_the_doctor_names_table_and_origin(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    properties = SimpleNamespace(name=H100, multi_processor_count=132, major=9, minor=0)
+    properties = SimpleNamespace(name=H100, multi_processor_count=132, major=9, minor=0, uuid="of all")
     monkeypatch.setattr(launch, "usable_gpus", lambda: (4, ""))
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: properties)
     install(H100, 2)

@@ -16,6 +16,7 @@ from llm_comm.planning.plan import Problem
 from llm_comm.planning.tables import (
     ALL_GATHER,
     ALL_REDUCE,
+    ALL_TO_ALL,
     REDUCE_SCATTER,
     Row,
     TuningTable,
@@ -40,7 +41,7 @@ TABLE = TuningTable("test table", by_operation(ROWS), 1 << 20)
 
 def problem_of(operation: str, sizes: list[int], rows: int = 1) -> Problem:
     """In elements of a byte, or of bf16."""
-    data_type = "byte" if operation == ALL_GATHER else "bf16"
+    data_type = "bf16" if operation == REDUCE_SCATTER else "byte"
     parameters = (float(rows), *map(float, sizes), *[0.0] * (8 - len(sizes)))
     return Problem(operation, rows * max(sizes), 0, data_type, len(sizes), parameters)
 
@@ -50,7 +51,7 @@ def select(problem: Problem, table: TuningTable = TABLE, config: Config = CONFIG
 
 
 def test_which_operations_have_parts() -> None:
-    assert {name for name, operation in registry.operations().items() if operation.has_shards} == set(BOTH)
+    assert {name for name, operation in registry.operations().items() if operation.has_shards} == {*BOTH, ALL_TO_ALL}
 
 
 @both
@@ -111,7 +112,7 @@ def tables() -> Iterator[TuningTable]:
     yield from (general_table(4, 132), emulated_table(), TuningTable("nothing", {}, 64 * MIB))
 
 
-@both
+@pytest.mark.parametrize("operation", [*BOTH, ALL_TO_ALL])
 @pytest.mark.parametrize("world", [2, 4, 8])
 def test_every_table_has_an_algorithm_for_every_size(operation: str, world: int) -> None:
     for table in tables():
@@ -120,7 +121,7 @@ def test_every_table_has_an_algorithm_for_every_size(operation: str, world: int)
             if part_bytes > table.max_message_bytes:
                 continue
             plan = select(
-                problem_of(operation, [part_bytes if operation == ALL_GATHER else part_bytes // 2] * world), table
+                problem_of(operation, [part_bytes // 2 if operation == REDUCE_SCATTER else part_bytes] * world), table
             )
             assert "first candidate" not in plan.reason
             assert plan.message_bytes == part_bytes
@@ -137,7 +138,7 @@ def test_rows_that_are_in_a_table_win(operation: str) -> None:
 
 
 def test_general_rows_are_valid() -> None:
-    for operation in BOTH:
+    for operation in (*BOTH, ALL_TO_ALL):
         for sm_count in (0, 1, 108, 148):
             rows = [row_of_fields(fields) for fields in _core.rows_of_shards(operation, sm_count)]
             assert [row.up_to for row in rows] == sorted(row.up_to for row in rows)

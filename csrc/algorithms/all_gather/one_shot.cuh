@@ -1,63 +1,25 @@
 // One-shot all-gather (1PA, LL): every rank sends its shard to every other rank, which stores it at its position in the
-// output.
-//
-// One hop; carries arbitrary bytes (ll_bytes.cuh). Slot layout: [sender][line], [sender][mask].
-//
-// Rules of operation.cuh:
-//   R1  A rank ends after it has received line 0 from every peer. A peer sends line 0 even if its shard is empty.
-//   R2  The thread that receives a line resets it.
+// output. shard_exchange.cuh has the layout of slots and the rules of operation.cuh.
 #pragma once
 
 #include "algorithms/all_gather/operation.cuh"
+#include "algorithms/shard_exchange.cuh"
 #include "algorithms/tiled_shards.h"
-#include "llm_comm/ll_bytes.cuh"
 
 namespace llm_comm::inline LLM_COMM_TARGET {
 
 inline constexpr OperationKind kAllGatherOneShot = kKindOf<struct AllGatherOneShot>;
 
-// Thread (k, c) of a block handles line c of each of the block's tiles: it sends that line of this rank's shard to peer
-// k and receives that line of peer k's shard. Threads with k == rank copy this rank's shard to the output.
 template <DataType D>
 LLM_COMM_KERNEL(kMaxShardThreads)
 all_gather_one_shot(LLM_COMM_KERNEL_PARAM ShardsArgs args) {
-  const uint32_t block = block_number(args.comm);
-  const uint32_t rank = args.comm.rank;
-  const uint32_t peer = thread_index() >> args.tile_lines_log2;
-  const uint32_t column = thread_index() & (args.tile_lines - 1);
-  const ShardView<D> source(args.input, args.shards.shard[rank], 0, args.range);
-  const ShardView<D> target(args.output, args.shards.shard[peer], args.shards.row_elements, args.range);
-  const uint64_t slot_lines = ShardView<D>::lines_of(args.range.count);
-  const uint32_t first = block * args.tile_lines + column;
-  const uint32_t stride = block_count() * args.tile_lines;
-  const uint32_t greeting = 1;
-  const ExchangedLines exchanged(source.lines(), target.lines(), greeting);
-
-  LLSession session(args.comm, kAllGatherOneShot, ShardView<D>::bytes_of(args.range.count), rank, peer);
-  session.divide_slots(slot_lines);
-  LLBytes exchange(session, args.comm, slot_lines);
-  session.wait_for_grids_before(source.precomputed(), target.precomputed(), first);
-  // A thread may leave without sending. Its peers' waits then end with an error. What it does not receive is missing on
-  // this rank only, which has an error already.
-  if (!session.begin()) return;
-  session.enter_slot();
-
-  for (uint32_t line = first; line < exchanged.most(); line += stride) {
-    const bool is_there = line < source.lines();
-    if (peer == rank) {
-      if (is_there) target.store(line, source.load(line));
-      continue;
-    }
-    // A thread sends before it waits, so no two ranks wait for each other.
-    if (line < exchanged.sent) exchange.send(line, is_there ? source.load(line) : Line{});
-    if (line < exchanged.received) {
-      const Line value = exchange.receive(line, 0);
-      if (line < target.lines()) target.store(line, value);
-    }
-  }
-  // Each block arrives once. Its threads have all read the operation number by then.
-  block_sync();
-  if (thread_index() == 0) session.arrive();
+  const auto source_of = [&](uint32_t) {
+    return ShardView<D>(args.input, args.shards.shard[args.comm.rank], 0, args.range);
+  };
+  const auto target_of = [&](uint32_t peer) {
+    return ShardView<D>(args.output, args.shards.shard[peer], args.shards.row_elements, args.range);
+  };
+  exchange_by_line_and_rank<D>(args, kAllGatherOneShot, source_of, target_of);
 }
 
 // Kernel for few ranks: a thread sends a line of this rank's shard to all peers, copies it to the output, and receives
