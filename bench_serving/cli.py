@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from bench_serving import checks, report
+from bench_serving import checks, profile, report
 from bench_serving.arms import ARMS
 from bench_serving.comparison import Comparison
 from bench_serving.settings import FLASHINFER_OPTION, SHAPES, Settings
@@ -98,6 +98,11 @@ def parser() -> argparse.ArgumentParser:
         default=[],
         metavar="NAME=VALUE",
         help="a further argument of vllm.LLM or sglang.Engine, in all arms; the value is JSON or text",
+    )
+    options.add_argument(
+        "--profile",
+        action="store_true",
+        help="after the times, record the kernels of some decode steps and prefills on ranks 0 and 1",
     )
     options.add_argument("--seed", type=int, default=0, help="of the prompts")
     options.add_argument(
@@ -212,6 +217,8 @@ def settings_of(options: argparse.Namespace) -> Settings:
         )
     if options.output_tokens < 2:
         raise SystemExit("--output-tokens must be at least 2: decoding begins with the second token")
+    if options.profile and (options.mode != "latency" or options.output_tokens < profile.FEWEST_TOKENS):
+        raise SystemExit(f"--profile needs --mode latency and --output-tokens {profile.FEWEST_TOKENS} or more")
     settings = Settings(
         engine=options.engine,
         model=str(model.resolve()),
@@ -230,6 +237,7 @@ def settings_of(options: argparse.Namespace) -> Settings:
         check=check,
         deterministic=options.deterministic,
         as_deployed=options.as_deployed,
+        profile=options.profile,
         seed=options.seed,
     )
     _check_model(settings, options.model, arms_of(options))
@@ -295,6 +303,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     ).run()
     print()
     report.show(out / "report.json")
+    if settings.profile:
+        print("\n" + profile.text(content))
     if settings.as_deployed:
         _show_paths(content["runs"])
     print(f"\n{out / 'report.json'}")

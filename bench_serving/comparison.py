@@ -6,19 +6,22 @@ import dataclasses
 import hashlib
 import json
 import os
+import shutil
 from collections.abc import Mapping, Sequence
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
 import llm_comm
-from bench_serving import checks, engine_logs, invariance, processes, report, schedule, summary, versions
+from bench_serving import checks, engine_logs, invariance, processes, profile, report, schedule, summary, versions
 from bench_serving.arms import ARMS, Arm
 from bench_serving.settings import Job, Settings, settings_from_dict
 from bench_serving.summary import Run
 
 #: File in a run's directory with the environment it was made in, besides its settings.
 _RAN_ON = "ran_on.json"
+#: Seconds that an engine may profile after it has written its times.
+_PROFILE_S = 180.0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -60,7 +63,7 @@ class Comparison:
         content: dict[str, Any] = {}
         for number, (repeat, name) in enumerate(order, 1):
             title = f"[{number}/{len(order)}] {name}, repeat {repeat + 1} of {self.repeats}"
-            directory = self.out / "runs" / f"{repeat:02}-{name}"
+            directory = profile.run_directory(self.out, repeat, name)
             run = kept(directory, settings, ran_on, repeat, name) if self.resume else None
             if run is None:
                 print(title, flush=True)
@@ -81,6 +84,9 @@ class Comparison:
             report.write_json(self.out / "report.json", content)
         return content
 
+    def _profile(self, runs: Sequence[Run]) -> dict[str, Any]:
+        return profile.summarize(self.settings, self.out, [(run.repeat, run.arm) for run in runs if not run.failure])
+
     def _report(self, runs: Sequence[Run], ran_on: Mapping[str, Any]) -> dict[str, Any]:
         return {
             "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
@@ -97,6 +103,7 @@ class Comparison:
                 checks.tolerance(self.settings.config(), "fp8"),
             ),
             "invariance": invariance.summarize(runs),
+            "profile": self._profile(runs) if self.settings.profile else {},
             "runs": [
                 {
                     "repeat": run.repeat,
@@ -117,6 +124,7 @@ def arm_environment(arm: Arm, settings: Settings) -> dict[str, str]:
         "BENCH_SERVING_FREE": str(int(arm.free)),
         "BENCH_SERVING_FREE_NORMS": str(int(arm.free_norms)),
         "BENCH_SERVING_WEIGHTS": settings.weights,
+        "BENCH_SERVING_PROFILE": str(int(settings.profile)),
     }
     mode = _deterministic(arm) if settings.deterministic else {}
     if settings.check and arm.lossy:
@@ -155,6 +163,7 @@ def _nccl_library() -> dict[str, str]:
 def run_once(settings: Settings, arm: Arm, repeat: int, directory: Path, timeout_s: float) -> Run:
     """Start the engine, measure, and verify by the log that the intended arm ran."""
     result, log = directory / "result.json", directory / "log.txt"
+    shutil.rmtree(profile.directory(directory), ignore_errors=True)
     Job(settings, arm.name, arm.disable_custom_all_reduce, str(result)).write(directory / "job.json")
     outcome = processes.run(
         processes.module_command(f"bench_serving.engines.{settings.program}", str(directory / "job.json")),
@@ -163,6 +172,7 @@ def run_once(settings: Settings, arm: Arm, repeat: int, directory: Path, timeout
         result,
         timeout_s,
         lambda line: print(f"  {line}", flush=True),
+        processes.END_S + (_PROFILE_S if settings.profile else 0),
     )
     return _judged(settings, arm, repeat, outcome, result, log)
 
@@ -194,6 +204,8 @@ def kept(directory: Path, settings: Settings, ran_on: Mapping[str, Any], repeat:
     # The directories may have been moved. The model is compared by its content, in ran_on.
     if dataclasses.replace(theirs, model=settings.model) != settings:
         raise SystemExit(f"--resume: {directory} was made with other settings; give another --out")
+    if settings.profile and not profile.is_complete(directory, settings):
+        return None
     outcome = processes.Outcome(0.0, "", log.read_text(encoding="utf-8", errors="replace"))
     run = _judged(settings, ARMS[name], repeat, outcome, result, log)
     return None if run.failure else run

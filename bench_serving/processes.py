@@ -37,6 +37,8 @@ PLUGIN_NAME = "llm_comm_bench"
 _BOOT = "import runpy, sys; sys.path.append(sys.argv.pop(1)); runpy.run_module(sys.argv.pop(1), run_name='__main__')"
 
 _POLL_S = 0.1
+#: Seconds in which a process ends after its result.
+END_S = 6.0
 _PROGRESS = re.compile(r"^\[bench\] (.*)$", re.MULTILINE)
 
 
@@ -214,7 +216,7 @@ def run(
     result: Path,
     timeout_s: float,
     show: Callable[[str], None],
-    grace_s: float = 6.0,
+    grace_s: float = END_S,
 ) -> Outcome:
     """Run a command until it has written ``result`` and has ended.
 

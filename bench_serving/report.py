@@ -27,11 +27,11 @@ def text(report: Mapping[str, Any]) -> str:
     parts = [_title(report)]
     for size, by_arm in report["decode"].items():
         rows = [_HEAD, *(_row(arm, entry, "decode_ms") for arm, entry in by_arm.items())]
-        parts.append(f"batch {size} (times in ms)\n{_aligned(rows)}")
+        parts.append(f"batch {size} (times in ms)\n{aligned(rows)}")
     for tokens, by_arm in _prefills(report).items():
         head = ("arm", "TTFT ms", *_HEAD[2:8])
         rows = [head, *(_row(arm, entry, "ttft_ms")[: len(head)] for arm, entry in by_arm.items())]
-        parts.append(f"prefill of {tokens} tokens, batch 1\n{_aligned(rows)}")
+        parts.append(f"prefill of {tokens} tokens, batch 1\n{aligned(rows)}")
     if report.get("check"):
         parts.append(_check(report["check"]))
     if report.get("invariance"):
@@ -88,7 +88,8 @@ def _range(values: Mapping[str, Any], digits: int) -> str:
     return f"{values['min']:.{digits}f}-{values['max']:.{digits}f}" if len(values["values"]) > 1 else "-"
 
 
-def _aligned(rows: Sequence[Sequence[str]]) -> str:
+def aligned(rows: Sequence[Sequence[str]]) -> str:
+    """Format a table: the first column to the left, the others to the right."""
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
     return "\n".join(
         "  ".join(

@@ -46,6 +46,7 @@ class Settings:
         check: Generate the data by which arms are compared.
         deterministic: Run the engine in its batch-invariant mode, and compare tokens over batches and starts.
         as_deployed: Leave every switch of the engine as it is, NVLink multicast and the kernels of attention included.
+        profile: Record the kernels of some steps after all measurements.
         seed: Seed of the prompts.
     """
 
@@ -66,6 +67,7 @@ class Settings:
     check: bool = False
     deterministic: bool = False
     as_deployed: bool = False
+    profile: bool = False
     seed: int = 0
 
     @property
@@ -102,6 +104,11 @@ class Settings:
         """Return the model's config.json."""
         content: dict[str, Any] = json.loads((Path(self.model) / "config.json").read_text(encoding="utf-8"))
         return content
+
+    @property
+    def model_layers(self) -> int:
+        """Number of layers of the model as it runs."""
+        return int(self.layers or self.config().get("num_hidden_layers", 0))
 
     def config_overrides(self) -> dict[str, Any]:
         """Return the changes to make in the model's configuration."""

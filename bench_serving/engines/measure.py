@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import sys
@@ -9,7 +10,7 @@ import time
 from pathlib import Path
 from typing import Any, Protocol
 
-from bench_serving import metrics
+from bench_serving import metrics, profile
 from bench_serving.metrics import Request
 from bench_serving.settings import CHECK_BATCHES, CHECK_TOKENS, Job
 
@@ -32,6 +33,9 @@ class Engine(Protocol):
 
     def first_logits(self, prompt: list[int]) -> list[float]:
         """Return the logits, or log probabilities, of the first token after ``prompt`` for the whole vocabulary."""
+
+    def on_workers(self, method: str, **arguments: str) -> None:
+        """Call a method that the harness's plugin has added to the engine's workers, on all ranks."""
 
     def close(self) -> None:
         """End the engine's processes."""
@@ -63,6 +67,9 @@ def measure(engine: Engine, job: Job, start_s: float) -> None:
     if settings.check:
         result["check"] = _check(engine, job)
     write_result(job, result)
+    # After the result, so that a profiler that fails or hangs costs no measurement.
+    if settings.profile:
+        _profile(engine, job)
     say("done")
 
 
@@ -104,6 +111,29 @@ def _prefill(engine: Engine, job: Job, tokens: int) -> list[float]:
     seconds = [engine.generate([prompt], 1)[0].ttft for _ in range(job.settings.prefill_iterations)]
     say(f"prefill of {len(prompt)} tokens: {sorted(seconds)[len(seconds) // 2] * 1e3:.1f} ms")
     return seconds
+
+
+def _profile(engine: Engine, job: Job) -> None:
+    """Record the kernels of all workloads."""
+    directory, settings = profile.directory(Path(job.result).parent), job.settings
+    directory.mkdir(exist_ok=True)
+    workloads = profile.workloads(settings)
+    try:
+        engine.on_workers("start_kernel_profile")
+        for workload in workloads:
+            engine.on_workers("begin_kernel_section")
+            for _ in range(workload.times):
+                engine.generate(workload.prompts(settings), workload.tokens)
+        names = ",".join(workload.name for workload in workloads)
+        engine.on_workers("stop_kernel_profile", directory=str(directory), names=names)
+        for workload in workloads:
+            summary = profile.summary_of(directory / workload.name, 0, workload, settings.model_layers)
+            say(f"profile of {workload.name}: {profile.line(summary)}")
+        for workload in (workload for workload in workloads if workload.is_prefill):
+            run = functools.partial(engine.generate, workload.prompts(settings), 1)
+            profile.sample_clocks(directory / workload.name, run)
+    except Exception as error:
+        say(f"profile failed, times are kept: {type(error).__name__}: {error}")
 
 
 def _check(engine: Engine, job: Job) -> dict[str, Any]:

@@ -114,6 +114,9 @@ class Sglang:
         by_token = {token: logprob for logprob, token, _ in entries}
         return [by_token[token] for token in sorted(by_token)]
 
+    def on_workers(self, method: str, **arguments: str) -> None:
+        self._engine.collective_rpc(method, **arguments)
+
     def close(self) -> None:
         self._engine.shutdown()
 

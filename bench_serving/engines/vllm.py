@@ -89,6 +89,9 @@ class Vllm:
         (entries,) = output.outputs[0].logprobs
         return [entries[token].logprob for token in sorted(entries)]
 
+    def on_workers(self, method: str, **arguments: str) -> None:
+        self._llm.collective_rpc(method, kwargs=arguments)
+
     def close(self) -> None:
         self._engine.engine_core.shutdown()
 

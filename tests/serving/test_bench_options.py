@@ -69,6 +69,8 @@ def test_wrong_options_are_named(options: list[str], said: str, capsys: pytest.C
         (["--mode", "bench-latency", "--engine", "sglang"], "is vLLM's"),
         (["--mode", "bench-latency", "--model", "llama-2-70b-quarter"], "ids below 10000, and .* has 8000"),
         (["--output-tokens", "1"], "at least 2"),
+        (["--profile", "--mode", "serve"], "--profile needs --mode latency and --output-tokens 8 or more"),
+        (["--profile", "--output-tokens", "7"], "--profile needs --mode latency and --output-tokens 8 or more"),
         (["--check", "--model", "qwen3-30b-a3b"], "over 48 layers .*--layers 24"),
         (["--check", "--model", "qwen3-30b-a3b", "--layers", "25"], "over 25 layers"),
         (["--mode", "check", "--model", "llama-2-70b-quarter-fp8"], "over 80 layers"),

@@ -1,4 +1,5 @@
-"""Plugins for the engines that bench_serving starts: arms ``free`` and ``free_norm``, and weights of a realistic scale.
+"""Plugins for the engines that bench_serving starts: arms ``free`` and ``free_norm``, weights of a realistic scale, and
+records of kernels.
 
 This directory is not part of a package. The harness adds it to the PYTHONPATH of the engines that it starts. The
 ``dist-info`` next to it lets all of their processes find the entry points as if it were installed. Without the
@@ -13,6 +14,7 @@ import os
 FREE = os.environ.get("BENCH_SERVING_FREE") == "1"
 FREE_NORMS = os.environ.get("BENCH_SERVING_FREE_NORMS") == "1"
 SCALED_WEIGHTS = os.environ.get("BENCH_SERVING_WEIGHTS") == "scaled"
+PROFILE = os.environ.get("BENCH_SERVING_PROFILE") == "1"
 
 # The harness searches the log for these texts.
 FREE_MARK = "bench_serving: all-reduces of this group return uninitialised memory"

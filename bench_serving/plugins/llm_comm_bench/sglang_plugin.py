@@ -18,9 +18,11 @@ from llm_comm_bench import (
     FREE_NORMS,
     FREE_NORMS_MARK,
     PROCESS_MARK,
+    PROFILE,
     SCALED_WEIGHTS,
     WEIGHTS_MARK,
     free_norms,
+    kernel_profile,
     weights,
 )
 
@@ -42,6 +44,8 @@ def _tell(result: None, group: Any, /, *args: Any, **kwargs: Any) -> None:
     """Log the members of a group and its custom all-reduce, which SGLang itself logs at debug level only."""
     if group.unique_name.split(":")[0] == "tp":
         logger.info(PROCESS_MARK, group.rank_in_group, os.getpid())
+        if PROFILE:
+            _add_profile_methods(group.rank_in_group)
         if FREE_NORMS:
             from sglang.srt.layers.layernorm import RMSNorm
 
@@ -61,6 +65,16 @@ def _tell(result: None, group: Any, /, *args: Any, **kwargs: Any) -> None:
         logger.info("%s of group %s: %s", BACKEND_MARK, group.unique_name, state)
         if FREE and group.unique_name.split(":")[0] not in _OTHERS:
             logger.info("%s (%s)", FREE_MARK, group.unique_name)
+
+
+def _add_profile_methods(rank: int) -> None:
+    """Add the methods to the scheduler class that ``sglang.Engine.collective_rpc`` calls by name in each scheduler."""
+    from sglang.srt.managers.scheduler import Scheduler
+
+    recorder = kernel_profile.recorder
+    Scheduler.start_kernel_profile = lambda scheduler: recorder.start(rank)
+    Scheduler.begin_kernel_section = lambda scheduler: recorder.begin_section()
+    Scheduler.stop_kernel_profile = lambda scheduler, directory, names: recorder.stop(rank, directory, names)
 
 
 def _free(original: Any, group: Any, input_: torch.Tensor, /) -> Any:

@@ -9,7 +9,7 @@ from typing import Any
 import vllm.envs as envs
 from vllm.distributed import get_tensor_model_parallel_rank, get_tensor_model_parallel_world_size
 
-from llm_comm_bench import DETERMINISTIC_MARK, PROCESS_MARK, WEIGHTS_MARK, weights
+from llm_comm_bench import DETERMINISTIC_MARK, PROCESS_MARK, WEIGHTS_MARK, kernel_profile, weights
 
 logger = logging.getLogger("vllm.llm_comm_bench")
 
@@ -32,3 +32,15 @@ class Extension:
     def tell_process(self) -> None:
         """Log the process id of this rank."""
         logger.info(PROCESS_MARK, get_tensor_model_parallel_rank(), os.getpid())
+
+    def start_kernel_profile(self) -> None:
+        """Begin to record kernels."""
+        kernel_profile.recorder.start(get_tensor_model_parallel_rank())
+
+    def begin_kernel_section(self) -> None:
+        """Begin a section of the recording."""
+        kernel_profile.recorder.begin_section()
+
+    def stop_kernel_profile(self, directory: str, names: str) -> None:
+        """Write the sections to files in ``directory``; their names are separated by commas."""
+        kernel_profile.recorder.stop(get_tensor_model_parallel_rank(), directory, names)

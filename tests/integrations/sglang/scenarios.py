@@ -24,6 +24,7 @@ import re
 import signal
 import subprocess
 import sys
+import tempfile
 import textwrap
 import time
 from collections.abc import Iterator
@@ -396,6 +397,21 @@ def the_plugins_of_bench_serving_tell_of_deterministic_mode() -> None:
     with sglang_groups() as log:
         assert len(log.having("bench_serving: the engine is in its deterministic mode")) == (dist_rank() == 0)
         assert len(log.having("group tp:0: LlmCommAllReduce, disabled=False")) == (dist_rank() == 0)
+
+
+@scenario(LLM_COMM_ENABLE="0", BENCH_SERVING_PROFILE="1")
+def schedulers_have_the_methods_by_which_bench_serving_records_kernels() -> None:
+    """The scheduler's own module needs kernels of SGLang that are not installed here."""
+    sys.path.append(BENCH_PLUGINS)
+    module: Any = ModuleType("sglang.srt.managers.scheduler")
+    module.Scheduler = type("Scheduler", (), {})
+    with mock.patch.dict(sys.modules, {module.__name__: module}), sglang_groups(theirs=True):
+        scheduler = module.Scheduler()
+        with tempfile.TemporaryDirectory() as directory:
+            scheduler.start_kernel_profile()
+            scheduler.begin_kernel_section()
+            scheduler.stop_kernel_profile(directory=directory, names="batch-1")
+            assert os.listdir(directory) == [f"batch-1.rank{dist_rank()}.json.gz"]
 
 
 @scenario(SGLANG_PLUGINS="another")
@@ -1099,6 +1115,7 @@ def in_a_new_process() -> str:
     """What a scheduler, which SGLang starts with a new interpreter, has after it has loaded its plugins."""
     code = """
 import sys
+import tempfile
 from sglang.srt.plugins import load_plugins
 load_plugins()
 from sglang.srt.distributed.parallel_state import GroupCoordinator

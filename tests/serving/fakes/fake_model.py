@@ -10,6 +10,8 @@ import json
 import os
 import sys
 import time
+from types import SimpleNamespace
+from typing import Any
 
 VOCABULARY = 50
 _STEP_S = {
@@ -83,7 +85,58 @@ def tell_mode(deterministic: bool) -> None:
 
 
 def step(name: str) -> None:
+    _launched.extend(_KERNELS)
     time.sleep(_STEP_S[name])
+
+
+LAYERS = 4
+_KERNELS = ["embedding", *["nvjet_qkv", "flash_fwd", "all_reduce"] * LAYERS, "ArgMaxOps"]
+_launched: list[str] = []
+_recorders: dict[int, Any] = {}
+
+
+class Profile:
+    """Stands in for torch.profiler.profile: what the fake engine launches while it records, 5 us apart."""
+
+    def __init__(self, records: bool) -> None:
+        self._records = records
+        self.profiler = SimpleNamespace(kineto_results=self)
+
+    def start(self) -> None:
+        self._first = len(_launched)
+
+    def stop(self) -> None:
+        self._names = _launched[self._first :] if self._records else []
+
+    def events(self) -> list[Any]:
+        import torch
+
+        device = torch.autograd.DeviceType
+        kernels = [event(device.CUDA, number, name) for number, name in enumerate(self._names)]
+        return [event(device.CPU, 0, "cudaGraphLaunch"), *kernels]
+
+
+def event(device: Any, number: int, name: str) -> Any:
+    of = {"device_type": device, "name": name, "start_ns": 5000 * number, "duration_ns": 3000, "device_resource_id": 7}
+    return SimpleNamespace(**{key: lambda value=value: value for key, value in of.items()})
+
+
+def on_workers(method: str, ranks: int, what: str, arguments: dict[str, str]) -> None:
+    """Does on all ranks what the plugin of the harness does in a worker."""
+    import torch
+    from llm_comm_bench.kernel_profile import Recorder
+
+    if what == "profiler ends the engine":
+        raise RuntimeError("EngineCore encountered an issue")
+    torch.cuda.synchronize = lambda: None
+    torch.cuda._sleep = lambda cycles: _launched.append("at::cuda::(anonymous namespace)::spin_kernel(long)")
+    torch.profiler.profile = lambda activities: Profile(what != "records nothing")
+    for rank in range(ranks):
+        recorder = _recorders.setdefault(rank, Recorder())
+        if method == "begin_kernel_section":
+            recorder.begin_section()
+        else:
+            {"start_kernel_profile": recorder.start, "stop_kernel_profile": recorder.stop}[method](rank, **arguments)
 
 
 def token(prompt: list[int], position: int, what: str, batch: int) -> int:

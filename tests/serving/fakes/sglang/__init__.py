@@ -18,6 +18,7 @@ class Engine:
         if not options.get("enforce_disable_flashinfer_allreduce_fusion", True):
             backend = options["flashinfer_allreduce_fusion_backend"]
             print(f"FlashInfer AllReduce Fusion enabled and workspace initialized: backend={backend}, rank=0")
+        self._ranks = options["tp_size"]
         self._arm = fake_model.arm(options["disable_custom_all_reduce"])
         state = "none" if self._arm == "nccl" else "CustomAllReduceV2, disabled=False"
         line = f"[TP0] bench_serving: custom all-reduce of group tp:0: {state}"
@@ -43,6 +44,9 @@ class Engine:
             logits = [(fake_model.logit(input_ids[0], token, self._fault), token, None) for token in tokens]
             meta = {"output_top_logprobs": [logits]}
         return [{"output_ids": tokens, "meta_info": meta} for tokens in last]
+
+    def collective_rpc(self, method: str, **parameters: str) -> None:
+        fake_model.on_workers(method, self._ranks, self._fault, parameters)
 
     def shutdown(self) -> None:
         assert not self.tokenizer_manager.paused

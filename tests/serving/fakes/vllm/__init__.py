@@ -68,7 +68,9 @@ class LLM:
         self._options = options
         self.llm_engine = _Engine(self._arm, self._fault)
 
-    def collective_rpc(self, method: str) -> None:
+    def collective_rpc(self, method: str, kwargs: dict[str, str] | None = None) -> None:
+        if kwargs is not None:
+            return fake_model.on_workers(method, self._options["tensor_parallel_size"], self._fault, kwargs)
         if method == "fill_with_scaled_weights":
             return
         if method == "tell_mode":
