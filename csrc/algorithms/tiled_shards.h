@@ -55,8 +55,8 @@ struct TiledShards {
     const uint64_t threads = Algorithm::threads_of_line(problem.world) * tiling.tile_lines;
     if (threads > kMaxShardThreads) {
       throw std::invalid_argument("tile_lines is " + std::to_string(tiling.tile_lines) + "; it must be at most " +
-                                  std::to_string(kMaxShardThreads / Algorithm::threads_of_line(problem.world)) + " among " +
-                                  std::to_string(problem.world) + " ranks");
+                                  std::to_string(kMaxShardThreads / Algorithm::threads_of_line(problem.world)) +
+                                  " among " + std::to_string(problem.world) + " ranks");
     }
     const uint64_t tiles = divide_up(lines, uint64_t{tiling.tile_lines});
     return {static_cast<uint32_t>(tiling.blocks < tiles ? tiling.blocks : tiles), static_cast<uint32_t>(threads),
@@ -67,7 +67,8 @@ struct TiledShards {
     constexpr uint64_t kMaxRounds = 32;  // tiles that a block walks over
     std::vector<TuningParameters> found;
     const uint64_t lines = divide_up(problem.bytes(), sizeof(Line));
-    for (uint32_t tile_lines = 8; tile_lines <= 256 && tile_lines * Algorithm::threads_of_line(problem.world) <= kMaxShardThreads;
+    for (uint32_t tile_lines = 8;
+         tile_lines <= 256 && tile_lines * Algorithm::threads_of_line(problem.world) <= kMaxShardThreads;
          tile_lines *= 2) {
       const uint64_t tiles = divide_up(lines, uint64_t{tile_lines});
       for (uint32_t waves = 1; waves <= 8; waves *= 2) {

@@ -94,8 +94,8 @@ class GatherScatter:
             x: Contiguous tensor whose first dimension is a multiple of the number of ranks, of any dtype, on this
                 communicator's device; or an array with DLPack or ``__cuda_array_interface__``. Equal dtype and shape on
                 all ranks.
-            out: Output: contiguous, with the number of elements and the dtype of ``x``, without overlap with ``x``.
-                None: a new tensor.
+            out: Output: contiguous, with the number of elements and the dtype of ``x``. It may be ``x``; any other
+                overlap is an error. None: a new tensor.
 
         Returns:
             ``out``, or a new tensor (array) of the shape of ``x``.

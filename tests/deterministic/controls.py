@@ -23,6 +23,7 @@ import re
 import subprocess
 import sys
 import time
+from collections import Counter
 from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -102,6 +103,8 @@ def read_registry() -> tuple[Algorithm, ...]:
 
 
 ALGORITHMS = read_registry()
+#: Headers with the body of several algorithms' kernels.
+SHARED_KERNELS = ("csrc/algorithms/shard_exchange.cuh",)
 
 
 # ---- The controls ----------------------------------------------------------------------------------------------------
@@ -114,7 +117,7 @@ class Control:
     protection: Protection
     subject: str
     number: int  # of the switch that takes it out; 0: nothing is taken out
-    place: int = 1  # of several in the algorithm's file
+    place: int = 1  # of several in the algorithm's files
 
     @property
     def name(self) -> str:
@@ -132,10 +135,10 @@ def uses(algorithm: Algorithm, edits: Iterable[Edit]) -> bool:
     return all(edit.file in algorithm.included or edit.file == AROUND_ALL for edit in edits)
 
 
-def sharing(algorithm: Algorithm) -> tuple[Algorithm, ...]:
-    """Those that have the kernel of ``algorithm``, with another second hop."""
-    own = f"{algorithm.subject}_switch"
-    return tuple(other for other in ALGORITHMS if other.subject == own and algorithm.file in other.included)
+def shared_by(algorithm: Algorithm) -> tuple[str, ...]:
+    """Files with the kernel of ``algorithm`` that other algorithms have too, perhaps with another second hop."""
+    others = {other.file for other in ALGORITHMS if f"{other.subject}_switch" == algorithm.subject}
+    return tuple(file for file in algorithm.included if file in others or file in SHARED_KERNELS)
 
 
 def find_controls() -> tuple[tuple[Control, ...], tuple[Change, ...]]:
@@ -150,13 +153,16 @@ def find_controls() -> tuple[tuple[Control, ...], tuple[Change, ...]]:
         exempt = "|".join(protection.exempt) or "(?!)"
         algorithms = [algorithm for algorithm in ALGORITHMS if not re.fullmatch(exempt, algorithm.subject)]
         before = len(controls)
+        places: Counter[str] = Counter()
         if isinstance(protection.edits, Everywhere):
-            for algorithm in algorithms:
-                for index, place in enumerate(protection.edits.places(source(algorithm.file)), start=1):
+            for file in dict.fromkeys([*(algorithm.file for algorithm in algorithms), *SHARED_KERNELS]):
+                users = [a for a in algorithms if file in (a.file, *shared_by(a))]
+                for place in protection.edits.places(source(file)):
                     number += 1
-                    take_out(algorithm.file, protection.edits, place)
-                    users = [a for a in (algorithm, *sharing(algorithm)) if not re.fullmatch(exempt, a.subject)]
-                    controls += [Control(protection, user.subject, number, index) for user in users]
+                    take_out(file, protection.edits, place)
+                    for user in users:
+                        places[user.subject] += 1
+                        controls.append(Control(protection, user.subject, number, places[user.subject]))
         else:
             number += 1
             for edit in protection.edits:

@@ -122,7 +122,10 @@ OF_CHANNELS = (
         "H1: a rank ends only when its peers have read what it sent",
         (Edit(HB_SESSION, "steps = chunks + 2 * depth;", "steps = chunks + (WITHOUT ? depth + 1 : 2 * depth);"),),
         failure=WRONG_RESULT,
-        subjects=("all_reduce/one_shot_hb", "all_gather/push_hb", "reduce_scatter/push_hb", *ONE_HOP_BY_SWITCH),
+        subjects=(
+            *("all_reduce/one_shot_hb", "all_gather/push_hb", "reduce_scatter/push_hb", "all_to_all/push_hb"),
+            *ONE_HOP_BY_SWITCH,
+        ),
     ),
     Protection(
         "hb_second_half",

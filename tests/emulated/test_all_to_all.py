@@ -95,6 +95,23 @@ def test_pointers_unaligned_differently_on_every_rank(ranks: RankPool, world: in
     ranks.run(world, exchange_unaligned)
 
 
+def exchange_in_place() -> None:
+    for algorithm in SHARD_ALGORITHMS:
+        with make_communicator(algorithm=algorithm) as comm:
+            for seed, (part, offset) in enumerate((((130,), 0), ((49,), 1), ((2100, 8), 0), ((5000, 3), 3))):
+                for dtype in (torch.bool, torch.int16, torch.float32):
+                    what = f"{algorithm}, {part} of {dtype}"
+                    x, buffer = placed(sent(comm, comm.rank, part, dtype, seed), offset)
+                    assert comm.all_to_all(x, x) is x
+                    assert_same_bits(x, expected(comm, part, dtype, seed), what)
+                    assert_untouched_outside(buffer, x, what)
+
+
+@some_worlds
+def test_in_place(ranks: RankPool, world: int) -> None:
+    ranks.run(world, exchange_in_place)
+
+
 def exchange_in_launches() -> None:
     """More than a slot holds."""
     with make_communicator(workspace_bytes=1 << 20, algorithm="one_shot") as comm:
@@ -173,9 +190,8 @@ def refuse() -> None:
                 assert comm.try_all_to_all(x) is None
                 assert not comm.accepts_all_to_all(x)
         memory = torch.ones(18)
-        for out in (memory[:9], memory[3:12]):
-            with pytest.raises(UnsupportedInputError, match="overlap"):
-                comm.all_to_all(memory[:9], out)
+        with pytest.raises(UnsupportedInputError, match="overlap"):
+            comm.all_to_all(memory[:9], memory[3:12])
         with pytest.raises(UnsupportedInputError, match=r"call Communicator\.all_to_all"):
             comm.run("all_to_all", {"input": memory[:9], "output": memory[9:]})
         # Nothing is left over.

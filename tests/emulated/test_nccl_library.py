@@ -43,6 +43,8 @@ ROWS = (
     "all_gather, up_to: 64, algorithm: push_hb, protocol: HB, blocks: 2, tile_lines: 16, depth: 2",
     "all_gather, up_to: 1048576, algorithm: one_shot, protocol: LL, blocks: 2, tile_lines: 16, "
     "runner_up: {algorithm: push_hb, protocol: HB, us: 3}",
+    "all_to_all, up_to: 64, algorithm: push_hb, protocol: HB, blocks: 2, tile_lines: 16, depth: 2",
+    "all_to_all, up_to: 1048576, algorithm: one_shot, protocol: LL, blocks: 2, tile_lines: 16",
     "reduce_scatter, up_to: 64, algorithm: push_hb, protocol: HB, blocks: 2, tile_lines: 16, depth: 2",
     "reduce_scatter, up_to: 1048576, algorithm: one_shot, protocol: LL, blocks: 2, tile_lines: 16",
 )

@@ -28,7 +28,7 @@ import llm_comm
 
 TYPES = {torch.float32: 7, torch.float16: 6, torch.bfloat16: 9}
 SUM = 0
-OPERATIONS = ("all_reduce", "all_gather", "reduce_scatter", "broadcast")
+OPERATIONS = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast")
 #: Elements of a rank's part; a case may have a few less.
 COUNTS = (1, 2, 8, 100, 1024, 4096, 30_000, 100_000, 1 << 19, 3 << 20)
 MOST_OF_SHARED = 100_000
@@ -66,7 +66,7 @@ class Nccl:
 
 @dataclass
 class Case:
-    """One call. ``input`` is [world x count] of a reduce-scatter, else [count]."""
+    """One call. ``input`` is [world x count] of a reduce-scatter and an all-to-all, else [count]."""
 
     operation: str
     count: int
@@ -85,6 +85,8 @@ class Case:
             nccl.call("ncclReduceScatter", *head, SUM, *tail)
         elif self.operation == "all_gather":
             nccl.call("ncclAllGather", *head, *tail)
+        elif self.operation == "all_to_all":
+            nccl.call("ncclAlltoAll", *head, *tail)
         else:
             nccl.call("ncclBroadcast", *head, self.root, *tail)
 
@@ -94,6 +96,8 @@ class Case:
             return inputs[self.root]
         if self.operation == "all_gather":
             return inputs.flatten()
+        if self.operation == "all_to_all":
+            return inputs.view(inputs.shape[0], -1, self.count)[:, rank].flatten()
         total = torch.zeros(inputs[0].shape, dtype=torch.float32)
         for one in inputs:
             total += one.float()
@@ -110,7 +114,8 @@ def draw(dice: random.Random, ranks: Session) -> Case:
     in_place = dice.random() < 0.5
     offset = dice.randrange(8)
     large = count * ranks.world
-    sizes = {"all_gather": (count, large), "reduce_scatter": (large, count)}.get(operation, (count, count))
+    of_kinds = {"all_gather": (count, large), "reduce_scatter": (large, count), "all_to_all": (large, large)}
+    sizes = of_kinds.get(operation, (count, count))
     where = torch.empty(max(sizes) + offset, dtype=dtype, device=ranks.device)[offset:]
     output = torch.full((sizes[1] + offset,), -1, dtype=dtype, device=ranks.device)[offset:]
     source = where[: sizes[0]]

@@ -127,6 +127,30 @@ class ReduceScatter : public Call {
   Tensor out_;
 };
 
+class AllToAll : public Call {
+ public:
+  AllToAll(int rank, int world, const Case& of)
+      : Call(rank, world, of), in_(filled(of.count * this->world())), out_(empty(of.count * this->world())) {
+    if (of.in_place) out_ = in_;
+  }
+  void enqueue(ncclComm_t comm) override {
+    EXPECT_OK(ncclAlltoAll((of_.in_place ? out_ : in_).at(), out_.at(), of_.count, of_.type, comm, nullptr));
+  }
+  void check() override {
+    Tensor wanted = empty(of_.count * world());
+    for (int from = 0; from < world_; ++from) {
+      for (uint64_t i = 0; i < of_.count; ++i) {
+        wanted.set(static_cast<uint64_t>(from) * of_.count + i, value(from, rank() * of_.count + i, of_.number));
+      }
+    }
+    EXPECT(out_ == wanted);
+  }
+
+ private:
+  Tensor in_;
+  Tensor out_;
+};
+
 class Broadcast : public Call {
  public:
   Broadcast(int rank, int world, const Case& of)
@@ -158,13 +182,15 @@ class Broadcast : public Call {
 };
 
 std::unique_ptr<Call> make(uint64_t kind, int rank, int world, const Case& of) {
-  switch (kind % 4) {
+  switch (kind % 5) {
     case 0:
       return std::make_unique<AllReduce>(rank, world, of);
     case 1:
       return std::make_unique<AllGather>(rank, world, of);
     case 2:
       return std::make_unique<ReduceScatter>(rank, world, of);
+    case 3:
+      return std::make_unique<AllToAll>(rank, world, of);
     default:
       return std::make_unique<Broadcast>(rank, world, of);
   }

@@ -120,6 +120,7 @@ void selections() {
     EXPECT(name(selection, {Operation::kAllReduce, of, 8}).empty() == !is_summed);
     EXPECT(name(selection, {Operation::kReduceScatter, of, 8}).empty() == !is_summed);
     EXPECT(!name(selection, {Operation::kAllGather, of, 8}).empty());
+    EXPECT(!name(selection, {Operation::kAllToAll, of, 8}).empty());
     EXPECT(!name(selection, {Operation::kBroadcast, of, 8, ncclSum, 1}).empty());
   }
   EXPECT(!name(selection, {Operation::kBroadcast, ncclInt8, 8 << 20}).empty());
