@@ -27,7 +27,7 @@ from llm_comm.operations.generic import GenericOperations
 from llm_comm.operations.linear import Linear
 from llm_comm.operations.linear_all_reduce import LinearAllReduce, LinearAllReduceAddRmsNorm
 from llm_comm.operations.linear_layers import LinearLayers
-from llm_comm.operations.shards import AllGather, AllToAll, ReduceScatter
+from llm_comm.operations.shards import AllGather, AllToAll, LossyAllGather, ReduceScatter
 from llm_comm.planning import programs
 from llm_comm.planning.multicast import Multicast
 from llm_comm.planning.programs import Kernels
@@ -101,12 +101,13 @@ class Communicator(AllReduceOps, GatherScatter, LinearLayers):
         self._handle, self._planner = connected.handle, connected.planner
         self._heap = SymmetricHeap(rendezvous, self._handle, connected.memory_kind == "cudaIpc")
         common = (self._handle, self._planner)
-        layers, (sums, norms, gathers, scatters) = Linear(*common), self._between_ranks()
+        layers, (sums, norms, gathers, lossy_gathers, scatters) = Linear(*common), self._between_ranks()
         why_none = "" if self._multi_node is None else WITHIN_A_NODE
         self._operations = torch_operators.Operations(
             sums,
             norms,
             gathers,
+            lossy_gathers,
             scatters,
             AllToAll(*common, self.rank, why_none),
             layers,
@@ -121,6 +122,7 @@ class Communicator(AllReduceOps, GatherScatter, LinearLayers):
         self._all_reduce = self._operations.all_reduce.run
         self._all_reduce_add_rms_norm = self._operations.all_reduce_add_rms_norm.run
         self._all_gather = self._operations.all_gather.run
+        self._lossy_all_gather = self._operations.lossy_all_gather.run
         self._reduce_scatter = self._operations.reduce_scatter.run
         self._all_to_all = self._operations.all_to_all.run
         self._linear = self._operations.linear.run
@@ -155,13 +157,16 @@ class Communicator(AllReduceOps, GatherScatter, LinearLayers):
         compared = compare(rendezvous, self.device, self.config, rendezvous.world_size)
         return connect(rendezvous, self.device, self.config, compared)
 
-    def _between_ranks(self) -> tuple[AllReduce, AllReduceAddRmsNorm, AllGather, ReduceScatter]:
-        """Build the operations that communicate between ranks."""
+    def _between_ranks(self) -> tuple[AllReduce, AllReduceAddRmsNorm, AllGather, AllGather, ReduceScatter]:
+        """Build the operations that communicate between ranks. The second all-gather is the lossy one."""
         if self._multi_node is not None:
-            return self._multi_node.operations()
+            sums, norms, over_nodes, scatters = self._multi_node.operations()
+            return sums, norms, over_nodes, over_nodes, scatters
         common = (self._handle, self._planner)
         of_shards = (*common, self.rank)
-        return AllReduce(*common), AllReduceAddRmsNorm(*common), AllGather(*of_shards), ReduceScatter(*of_shards)
+        gathers = AllGather(*of_shards)
+        lossy = gathers if self.config.wire == "none" else LossyAllGather(*of_shards)
+        return AllReduce(*common), AllReduceAddRmsNorm(*common), gathers, lossy, ReduceScatter(*of_shards)
 
     def _load_programs(self, rendezvous: Rendezvous) -> None:
         """Compile the DSL programs that options or the tuning table name. Collective."""
@@ -336,6 +341,7 @@ class Communicator(AllReduceOps, GatherScatter, LinearLayers):
         self._operations.all_reduce.forget()
         self._operations.all_reduce_add_rms_norm.forget()
         self._operations.all_gather.forget()
+        self._operations.lossy_all_gather.forget()
         self._operations.reduce_scatter.forget()
         self._operations.all_to_all.forget()
         self._operations.linear.forget()

@@ -190,8 +190,9 @@ OPTIONS: dict[str, Option] = {
         _one_of("none", "fp8", "int8"),
         Alike.YES,
         _KERNELS,
-        "Type to which all-reduces, with ``fp8`` also reduce-scatters, are quantized on the wire. Lossy "
-        "(docs/operate/tuning.md#quantized-all-reduces). An error with ``deterministic`` and in batch-invariant modes.",
+        "Type to which all-reduces, with ``fp8`` also reduce-scatters and ``lossy`` all-gathers, are quantized on the "
+        "wire. Lossy (docs/operate/tuning.md#quantized-all-reduces). An error with ``deterministic`` and in "
+        "batch-invariant modes.",
     ),
     "wire_min_bytes": Option(
         Kind(parse_size, _is_size, f"bytes >= 0 and below 8 EiB ({_AS_TEXT})"),

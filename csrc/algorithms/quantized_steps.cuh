@@ -1,5 +1,5 @@
-// QuantizedSteps: the jobs of StepPipeline for quantized values: contributions and sums travel with 8 bits an element and
-// a scale for each block (quantized.cuh).
+// QuantizedSteps: the jobs of StepPipeline for quantized values: contributions, sums and shards travel with 8 bits an
+// element and a scale for each block (quantized.cuh).
 //
 // A buffer of a chunk holds the codes of its lines, then the scales of its blocks. step_pipeline.cuh proves that buffers
 // may be reused.
@@ -43,6 +43,22 @@ class QuantizedSteps {
           [&](uint32_t, Line line) { return quantize<W>(LineElements<D>::values(line)); },
           [&](auto store) { store(staged); });
     });
+  }
+
+  // Quantizes this rank's shard, sends it to all peers, and stores the quantized values to `target` on this rank.
+  template <class Source, class Target>
+  LLM_COMM_DEVICE void spread(const Team& team, uint32_t t, const Source& source, const Target& target) const {
+    const typename Buffers::ToOthers others(buffers_, kFirstHop, t);
+    const uint32_t first = chunks_.first(t);
+    const uint32_t lines = chunks_.lines(t, source.lines());
+    send_rows<kMovedTogether>(
+        team, lines, [&](uint32_t k) { return k < lines ? source.load(first + k) : Line{}; },
+        [&](uint32_t k, Line line) {
+          const Quantized quantized = quantize<W>(LineElements<D>::values(line));
+          store(target, first, k, lines, quantized);
+          return quantized;
+        },
+        [&](auto send) { others.for_each(send); });
   }
 
   // Adds the contributions to this rank's slice, sends the quantized sums to all peers, and stores them to `own`.
@@ -101,14 +117,14 @@ class QuantizedSteps {
     uint32_t buffer_lines_;
   };
 
-  // Dequantizes the sums of the other owners.
+  // Dequantizes what the other owners have sent.
   template <class SliceOf>
-  LLM_COMM_DEVICE void collect(const Team& team, uint32_t t, SliceOf slice_of) const {
+  LLM_COMM_DEVICE void collect(const Team& team, uint32_t hop, uint32_t t, SliceOf slice_of) const {
     LLM_COMM_UNROLL(1)
     for (uint32_t i = 1; i < World; ++i) {
       const uint32_t owner = (rank_ + i) % World;
       const auto& slice = slice_of(owner);
-      const Line* const sent = buffers_.from(kSecondHop, t, owner);
+      const Line* const sent = buffers_.from(hop, t, owner);
       const uint32_t first = chunks_.first(t);
       const uint32_t lines = chunks_.lines(t, slice.lines());
       for_each_row<kMovedTogether>(

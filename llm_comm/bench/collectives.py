@@ -109,6 +109,11 @@ PRIMITIVES = {
         _all_to_all,
     ),
 }
+#: All-gather whose values option ``wire`` may quantize.
+LOSSY_ALL_GATHER = PRIMITIVES[ALL_GATHER]._replace(
+    plan=lambda comm, x: comm.plan_all_gather(x, lossy=True),
+    run=lambda comm, x, out: comm.all_gather(x, out=out, lossy=True),
+)
 
 
 @dataclass

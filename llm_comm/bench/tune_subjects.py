@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from llm_comm import _core, registry
 from llm_comm.bench import OPERATIONS
-from llm_comm.bench.collectives import PRIMITIVES
+from llm_comm.bench.collectives import LOSSY_ALL_GATHER, PRIMITIVES
 from llm_comm.bench.fused import add_rms_norm, as_engines_run
 from llm_comm.bench.programs import rows_for
 from llm_comm.communicator import Communicator
@@ -145,6 +145,7 @@ class CollectiveSubject:
         self, operation: str, pool: SymmetricPool | None = None, programs: Mapping[str, Kernels] = NO_PROGRAMS
     ) -> None:
         self.operation, self._pool, self.programs, self.wire = operation, pool, programs, ""
+        self._primitive = PRIMITIVES[operation]
         self.is_symmetric = pool is not None
         self.key = operation if pool is None else of_symmetric(operation)
         self.label = "" if operation == ALL_REDUCE else f"{operation.replace('_', '-')} "
@@ -154,14 +155,14 @@ class CollectiveSubject:
         return doubling_sizes(_from(smallest, self._pool), largest)
 
     def problem(self, size: int, world_size: int) -> Problem:
-        # Some operations move bytes, whatever the dtype.
-        moves = self.operation in (ALL_GATHER, ALL_TO_ALL)
-        count, data_type = (size, "byte") if moves else (size // ELEMENT_BYTES, _DATA_TYPE)
+        # Where nothing is summed or quantized, bytes are moved, whatever the dtype.
+        moves_bytes = self.operation in (ALL_GATHER, ALL_TO_ALL) and not self.wire
+        count, data_type = (size, "byte") if moves_bytes else (size // ELEMENT_BYTES, _DATA_TYPE)
         parts = () if self.operation == ALL_REDUCE else (1.0, *[float(count)] * world_size)
         return Problem(self.operation, count, 0, data_type, world_size, parts)
 
     def bind(self, comm: Communicator, group: dist.ProcessGroup, size: int) -> Bound:
-        primitive = PRIMITIVES[self.operation]
+        primitive = self._primitive
         counts = primitive.counts(size // ELEMENT_BYTES, comm.world_size)
 
         def ordinary(count: int) -> torch.Tensor:
@@ -182,16 +183,18 @@ class CollectiveSubject:
 
 
 class QuantizedSubject(CollectiveSubject):
-    """All-reduce or reduce-scatter of the messages that option ``wire`` quantizes.
+    """All-reduce, all-gather or reduce-scatter of the messages that option ``wire`` quantizes.
 
     Args:
-        operation: ``ALL_REDUCE`` or ``REDUCE_SCATTER``.
+        operation: Key of ``PRIMITIVES``.
         config: Options of the communicator; ``wire`` is not "none".
         world_size: Number of ranks.
     """
 
     def __init__(self, operation: str, config: Config, world_size: int) -> None:
         super().__init__(operation)
+        if operation == ALL_GATHER:
+            self._primitive = LOSSY_ALL_GATHER
         self._config, self._world_size = config, world_size
         self.wire, self.key = config.wire, of_wire(operation, config.wire)
         self.label = f"{config.wire} {self.label}"
@@ -299,8 +302,9 @@ def subjects_of(
             for operation in registry.operations().values()
         }
         known["all-reduce"] = [QuantizedSubject(ALL_REDUCE, config, world_size)]
-        if has_wire[REDUCE_SCATTER]:
-            known["reduce-scatter"] = [QuantizedSubject(REDUCE_SCATTER, config, world_size)]
+        for operation in (ALL_GATHER, REDUCE_SCATTER):
+            if has_wire[operation]:
+                known[operation.replace("_", "-")] = [QuantizedSubject(operation, config, world_size)]
         # An all-reduce before a separate norm would be quantized.
         known["fused"] = [QuantizedFusedSubject(hidden, table, config) if has_wire[FUSED] else FusedSubject(hidden)]
     return [subject for name in OPERATIONS if name in names for subject in known[name]]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from llm_comm import registry
 from llm_comm.config import Config, EngineOptions
@@ -22,6 +22,8 @@ AT_EVERY_SIZE = " at every size (batch_invariant_norm)"
 
 # Operations and their names in the log. Each operation has an option of its own name, which switches it off.
 _GATHER_SCATTER = {ALL_GATHER: "all-gather", REDUCE_SCATTER: "reduce-scatter"}
+# Operations that option ``wire`` can quantize, and their names in the log.
+_QUANTIZED = {ALL_REDUCE: "all-reduces", REDUCE_SCATTER: "reduce-scatters", ALL_GATHER: "all-gathers that permit it"}
 
 
 def describe_plans(
@@ -72,19 +74,19 @@ def _describe_programs(table: TuningTable, config: Config, limit: int, programs:
     return f"{', '.join(words)}, else " if words else ""
 
 
-def describe_wire(config: Config, limit: int) -> str:
-    """Return the warning that sums are lossy: "; all-reduces from 8 MiB to 256 MiB are quantized (int8): lossy".
+def describe_wire(config: Config, limit: int, operations: Sequence[str] = (ALL_REDUCE, REDUCE_SCATTER)) -> str:
+    """Return the warning that results are lossy: "; all-reduces from 8 MiB to 256 MiB are quantized (int8): lossy".
 
-    Returns "" if no message up to ``limit`` bytes is quantized.
+    Returns "" if none of the operations has a quantized message up to ``limit`` bytes.
     """
     quantized_from = smallest_quantized(limit, config)
-    if quantized_from is None:
+    known = registry.operations()
+    found = [_QUANTIZED[name] for name in operations if any(a.wire == config.wire for a in known[name].algorithms)]
+    if quantized_from is None or not found:
         return ""
     smallest = f" from {format_bytes(quantized_from)}" if quantized_from else ""
     largest = "" if limit >= EVERY_SIZE else f" to {format_bytes(limit)}"
-    scatters = any(a.wire == config.wire for a in registry.operations()[REDUCE_SCATTER].algorithms)
-    what = "all-reduces and reduce-scatters" if scatters else "all-reduces"
-    return f"; {what}{smallest}{largest} are quantized ({config.wire}): lossy"
+    return f"; {' and '.join(found)}{smallest}{largest} are quantized ({config.wire}): lossy"
 
 
 def describe_gather_scatter(table: TuningTable, config: EngineOptions, beyond: str = "") -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -38,6 +39,7 @@ class EngineGatherScatter:
             if config.all_gather
             else None
         )
+        self._lossy_gathers = self._gathers and _Operation._make(partial(one, lossy=True) for one in self._gathers)
         self._scatters = (
             _Operation(
                 communicator.reduce_scatter, communicator.accepts_reduce_scatter, communicator.try_reduce_scatter
@@ -64,6 +66,7 @@ class EngineGatherScatter:
         dim: int = 0,
         sizes: Sequence[int] | None = None,
         out: torch.Tensor | None = None,
+        lossy: bool = False,
     ) -> torch.Tensor | None:
         """Concatenate the shards of all ranks along ``dim``, into ``out`` or a new tensor; None if declined.
 
@@ -74,8 +77,9 @@ class EngineGatherScatter:
             sizes: Size of each rank's shard along ``dim``; None if all are equal.
             out: Tensor of any layout, and of any shape with the right number of elements. It does not influence the
                 decision, since ranks may differ in its layout.
+            lossy: Option ``wire`` may quantize the values.
         """
-        return self._call(self._gathers, method, x, dim, sizes, out)
+        return self._call(self._lossy_gathers if lossy else self._gathers, method, x, dim, sizes, out)
 
     def reduce_scatter(
         self,
@@ -128,7 +132,7 @@ class EngineGatherScatter:
 
     def leave(self) -> None:
         """Close the group's communicator. The engine serves all further calls."""
-        self._gathers = self._scatters = None
+        self._gathers = self._lossy_gathers = self._scatters = None
         self._member.close()
 
 

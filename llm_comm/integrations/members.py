@@ -26,8 +26,8 @@ from llm_comm.integrations.descriptions import (
 from llm_comm.integrations.engine_config import options_of
 from llm_comm.integrations.joining import NotJoinedError, SwitchedOffError, join
 from llm_comm.nodes.all_reduce import WHY_NOT_ALONE
-from llm_comm.planning.selection import exact_limit, message_limit
-from llm_comm.planning.tables import ALL_REDUCE
+from llm_comm.planning.selection import exact_limit, limits_whole_tensor, message_limit
+from llm_comm.planning.tables import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER
 from llm_comm.runtime.rank_names import name_group
 
 _EXIT_CODE = 1
@@ -93,6 +93,11 @@ class Member:
         else:
             beyond = f", then {engine}'s own"
             what = f"{describe_gather_scatter(table, config, beyond)} ({table.describe()})"
+            if communicator.nodes == 1:
+                shards = 1 if limits_whole_tensor(config) else communicator.world_size
+                whole = shards * message_limit(ALL_GATHER, table, config)
+                is_on = {REDUCE_SCATTER: config.reduce_scatter, ALL_GATHER: config.all_gather}
+                what += describe_wire(config, whole, [name for name, on in is_on.items() if on])
         return (
             f"llm_comm {VERSION} is active for group {self.group_name} ({communicator.world_size} ranks, {where}): "
             f"{what}; timeout {config.timeout_s:g} s; {communicator.multicast.describe(config)}"

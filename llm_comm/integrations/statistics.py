@@ -34,7 +34,7 @@ def describe(group_name: str, stats: Stats) -> str:
         for operation, sums in stats.by_operation().items()
     ] or ["no calls"]
     if stats.bytes_saved:
-        words.append(f"{stats.bytes_saved} bytes less sent, as wire quantizes eager all-reduces")
+        words.append(f"{stats.bytes_saved} bytes less sent, as wire quantizes eager calls")
     words += [f"declined {each.operation}: {each.count} ({each.reason})" for each in stats.declined]
     progress = stats.progress
     ended = "an unknown number" if progress.operations_ended is None else progress.operations_ended

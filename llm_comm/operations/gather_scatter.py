@@ -26,14 +26,15 @@ class GatherScatter:
     _operations: torch_operators.Operations
     # ``run`` of the operations, bound at set-up to save attribute look-ups.
     _all_gather: Callable[..., Any]
+    _lossy_all_gather: Callable[..., Any]
     _reduce_scatter: Callable[..., Any]
     _all_to_all: Callable[..., Any]
 
     # ---- Operations ---------------------------------------------------------------------------------------------
 
-    def all_gather(self, x: Any, dim: int = 0, sizes: Sizes | None = None, out: Any = None) -> Any:
+    def all_gather(self, x: Any, dim: int = 0, sizes: Sizes | None = None, out: Any = None, lossy: bool = False) -> Any:
         """Concatenate the shards of all ranks along a dimension, in rank order. The bytes are copied without
-        conversion.
+        conversion, unless ``lossy`` permits otherwise.
 
         Args:
             x: Shard of this rank: contiguous tensor of at least one dimension, of any dtype (bool, integers, FP8 and
@@ -45,19 +46,22 @@ class GatherScatter:
                 this one.
             out: Output: contiguous, with the number of elements of the result and the dtype of ``x``. ``x`` may be
                 exactly this rank's shard of ``out``; any other overlap is an error. None: a new tensor.
+            lossy: Option ``wire`` may quantize the values, as it quantizes reduce-scatters: bfloat16, float16 and
+                float32, results of ``wire_min_bytes`` and more, ranks on one node. All ranks get the same bits, of
+                their own shard too. Equal on all ranks.
 
         Returns:
             ``out``, or a new tensor (array). Its size along ``dim`` is the sum of all shards' sizes; the other
             dimensions are those of ``x``.
 
         Raises:
-            UnsupportedInputError: ``accepts_all_gather(x, dim, sizes)`` is false, or ``out`` does not fit.
+            UnsupportedInputError: ``accepts_all_gather`` is false, or ``out`` does not fit.
             CommunicatorError: This or an earlier call has failed, see ``all_reduce``.
         """
         # Host time of a call is measured and bounded: this path avoids every Python call that it can.
         if _is_compiling() or type(x) is not _Tensor or _is_watched():
-            return self._dispatch(self._operations.all_gather, x, dim, sizes, out)
-        return self._all_gather(x, dim, sizes, out)
+            return self._dispatch(self._gathers(lossy), x, dim, sizes, out, lossy)
+        return self._lossy_all_gather(x, dim, sizes, out) if lossy else self._all_gather(x, dim, sizes, out)
 
     def reduce_scatter(self, x: Any, dim: int = 0, sizes: Sizes | None = None, out: Any = None) -> Any:
         """Sum ``x`` over all ranks and return this rank's shard along a dimension, bitwise equal to that part of
@@ -111,16 +115,19 @@ class GatherScatter:
             return arrays.call(self.all_to_all, x, out)
         return self._all_to_all(x, 0, None, out)
 
-    def try_all_gather(self, x: torch.Tensor, dim: int = 0, sizes: Sizes | None = None) -> torch.Tensor | None:
-        """``all_gather(x, dim, sizes)`` if it is accepted, else None. ``x`` is checked once, for engines that have
-        their own fallback. All ranks get a tensor or all get None.
+    def try_all_gather(
+        self, x: torch.Tensor, dim: int = 0, sizes: Sizes | None = None, lossy: bool = False
+    ) -> torch.Tensor | None:
+        """``all_gather(x, dim, sizes, lossy=lossy)`` if it is accepted, else None. ``x`` is checked once, for engines
+        that have their own fallback. All ranks get a tensor or all get None.
 
         Raises:
             CommunicatorError: ``x`` is accepted, and this or an earlier call has failed, see ``all_reduce``.
         """
         if _is_compiling() or type(x) is not _Tensor or _is_watched():
-            return self._try(self._operations.all_gather, x, dim, sizes)
-        result: torch.Tensor | None = self._all_gather(x, dim, sizes, None, True)
+            return self._try(self._gathers(lossy), x, dim, sizes)
+        run = self._lossy_all_gather if lossy else self._all_gather
+        result: torch.Tensor | None = run(x, dim, sizes, None, True)
         return result
 
     def try_reduce_scatter(self, x: torch.Tensor, dim: int = 0, sizes: Sizes | None = None) -> torch.Tensor | None:
@@ -143,18 +150,23 @@ class GatherScatter:
             result = self._dispatch(operation, x, dim, sizes, None)
         return result
 
-    def _dispatch(self, operation: ShardsOperation, x: Any, dim: int, sizes: Sizes | None, out: Any) -> Any:
+    def _gathers(self, lossy: bool) -> ShardsOperation:
+        return self._operations.lossy_all_gather if lossy else self._operations.all_gather
+
+    def _dispatch(
+        self, operation: ShardsOperation, x: Any, dim: int, sizes: Sizes | None, out: Any, *lossy: bool
+    ) -> Any:
         """Handle arrays, tensor subclasses and traced tensors: through the registered torch operator, or as an
         array."""
         if isinstance(x, _Tensor):
             return torch_operators.on_shards(operation, x, dim, sizes, out, self.name)
         method: Callable[..., Any] = getattr(self, operation.name)
-        return arrays.call(lambda x, out: method(x, dim, sizes, out), x, out)
+        return arrays.call(lambda x, out: method(x, dim, sizes, out, *lossy), x, out)
 
     # ---- Queries ------------------------------------------------------------------------------------------------
 
-    def accepts_all_gather(self, x: Any, dim: int = 0, sizes: Sizes | None = None) -> bool:
-        """Return whether ``all_gather(x, dim, sizes)`` is served.
+    def accepts_all_gather(self, x: Any, dim: int = 0, sizes: Sizes | None = None, lossy: bool = False) -> bool:
+        """Return whether ``all_gather(x, dim, sizes, lossy=lossy)`` is served.
 
         ``dim`` and ``sizes`` must fit ``x``. The whole tensor, which is the result of an all-gather and the input of a
         reduce-scatter, must not exceed ``max_message_bytes``. If that option is not set, no shard may exceed the tuning
@@ -164,7 +176,7 @@ class GatherScatter:
         Raises:
             UnsupportedInputError: ``x`` is neither a tensor nor an array that torch can use.
         """
-        return _accepts(self._operations.all_gather, x, dim, sizes)
+        return _accepts(self._gathers(lossy), x, dim, sizes)
 
     def accepts_reduce_scatter(self, x: Any, dim: int = 0, sizes: Sizes | None = None) -> bool:
         """Return whether ``reduce_scatter(x, dim, sizes)`` is served, by the rules of ``accepts_all_gather``."""
@@ -174,14 +186,14 @@ class GatherScatter:
         """Return whether ``all_to_all(x)`` is served, by the rules of ``accepts_all_gather``."""
         return _accepts(self._operations.all_to_all, x, 0, None)
 
-    def plan_all_gather(self, x: Any, dim: int = 0, sizes: Sizes | None = None) -> Plan:
-        """Return the plan of ``all_gather(x, dim, sizes)``. The algorithm is ``"declined"`` for an input that is not
-        served.
+    def plan_all_gather(self, x: Any, dim: int = 0, sizes: Sizes | None = None, lossy: bool = False) -> Plan:
+        """Return the plan of ``all_gather(x, dim, sizes, lossy=lossy)``. The algorithm is ``"declined"`` for an input
+        that is not served.
 
         Raises:
             UnsupportedInputError: See ``accepts_all_gather``.
         """
-        return self._operations.all_gather.plan(arrays.as_tensor(x), dim, sizes)
+        return self._gathers(lossy).plan(arrays.as_tensor(x), dim, sizes)
 
     def plan_reduce_scatter(self, x: Any, dim: int = 0, sizes: Sizes | None = None) -> Plan:
         """Return the plan of ``reduce_scatter(x, dim, sizes)``, see ``plan_all_gather``."""

@@ -18,9 +18,9 @@ from llm_comm.config import Config
 from llm_comm.errors import UnsupportedInputError, quoted
 from llm_comm.operations.operands import Operands, check_memory, count_write, why_not_operand, why_not_out
 from llm_comm.operations.operation import Operation, keep
-from llm_comm.planning.plan import Plan, declined, without_kernel
+from llm_comm.planning.plan import Plan, Problem, declined, without_kernel
 from llm_comm.planning.planner import Planner
-from llm_comm.planning.selection import Layout, limits_whole_tensor
+from llm_comm.planning.selection import Layout, limits_whole_tensor, wire_of
 from llm_comm.planning.tables import ALL_GATHER, ALL_TO_ALL, REDUCE_SCATTER
 from llm_comm.runtime.core_handle import CoreHandle
 
@@ -84,8 +84,9 @@ class ShardsOperation(Operation):
         rank: Rank of this process.
     """
 
-    #: Name in the registry.
+    #: Name in the registry, and of the torch operator.
     name: str
+    operator: str
     #: True if the input is a whole tensor, false if only the output is (all-gather).
     takes_whole: bool
 
@@ -272,7 +273,7 @@ class ShardsOperation(Operation):
         return prepared
 
     def _layout(self, shards: Shards, dtype: torch.dtype) -> Layout:
-        data_type, scale = self._core_type(dtype)
+        data_type, scale = self._core_type(shards, dtype)
         world = self.world_size
         longest = shards.rows * max(shards.row_sizes) * scale
         if world == 1:
@@ -282,8 +283,8 @@ class ShardsOperation(Operation):
         parameters = (float(shards.rows), *(float(size * scale) for size in shards.row_sizes))
         return self._planner.lay_out(self.name, longest, 0, data_type, parameters)
 
-    def _core_type(self, dtype: torch.dtype) -> tuple[str, int]:
-        """Return the core's data type, and how many elements of it one element of ``dtype`` has."""
+    def _core_type(self, shards: Shards, dtype: torch.dtype) -> tuple[str, int]:
+        """Return the core's data type for a call, and how many elements of it one element of ``dtype`` has."""
         return self._data_types[dtype], 1
 
     def _in_place(self, shards: Shards, dtype: torch.dtype) -> int | None:
@@ -364,13 +365,30 @@ class AllGather(ShardsOperation):
     """All-gather of one communicator."""
 
     name, takes_whole = ALL_GATHER, False
+    operator = ALL_GATHER
 
-    def _core_type(self, dtype: torch.dtype) -> tuple[str, int]:
+    def _core_type(self, shards: Shards, dtype: torch.dtype) -> tuple[str, int]:
         return "byte", dtype.itemsize
 
     def _why_not_type(self, dtype: torch.dtype) -> str:
         # The values of a quantized tensor depend on a scale that is not in its memory.
         return f"{dtype} is quantized: pass x.int_repr()" if dtype in _QUANTIZED else ""
+
+
+class LossyAllGather(AllGather):
+    """All-gather of one communicator whose values option ``wire`` may quantize. Other calls move bytes."""
+
+    operator = "lossy_all_gather"
+
+    def _core_type(self, shards: Shards, dtype: torch.dtype) -> tuple[str, int]:
+        data_type = self._data_types.get(dtype)
+        if data_type is not None:
+            longest = shards.rows * max(shards.row_sizes)
+            parameters = (float(shards.rows), *map(float, shards.row_sizes))
+            problem = Problem(self.name, longest, 0, data_type, self.world_size, parameters)
+            if wire_of(problem, self._planner.config):
+                return data_type, 1
+        return super()._core_type(shards, dtype)
 
 
 _QUANTIZED = frozenset({torch.qint8, torch.quint8, torch.qint32, torch.quint4x2, torch.quint2x4})
@@ -380,6 +398,7 @@ class ReduceScatter(ShardsOperation):
     """Reduce-scatter of one communicator."""
 
     name, takes_whole = REDUCE_SCATTER, True
+    operator = REDUCE_SCATTER
 
 
 class AllToAll(AllGather):
@@ -391,6 +410,7 @@ class AllToAll(AllGather):
     """
 
     name, takes_whole = ALL_TO_ALL, True
+    operator = ALL_TO_ALL
 
     def __init__(self, handle: CoreHandle, planner: Planner, rank: int, why_none: str = "") -> None:
         super().__init__(handle, planner, rank)

@@ -129,6 +129,7 @@ class Operations:
     all_reduce: AllReduce
     all_reduce_add_rms_norm: AllReduceAddRmsNorm
     all_gather: AllGather
+    lossy_all_gather: AllGather
     reduce_scatter: ReduceScatter
     all_to_all: AllToAll
     linear: Linear
@@ -233,7 +234,7 @@ def on_shards(
     if sizes is not None and not torch.compiler.is_compiling() and torch._C._is_tracing():
         # Raise a clear error: otherwise an assertion in torch's tracer would fail.
         raise UnsupportedInputError(f"{name}: torch.jit.trace cannot record sizes: use torch.compile or make_fx")
-    operator = getattr(torch.ops.llm_comm, name)
+    operator = getattr(torch.ops.llm_comm, operation.operator)
     result: _Tensor = operator(x, dim, sizes, operation.rank, operation.world_size, communicator)
     return result if out is None else put(result, f"{name}: out", out)
 
@@ -396,7 +397,8 @@ def _define_shards(name: str, result_length: Callable[[int, Sizes | None, int, i
     torch.library.register_vmap(f"llm_comm::{name}", of_batch, lib=_library)
 
 
-_define_shards("all_gather", lambda shard, sizes, _, world: shard * world if sizes is None else sum(sizes))
+for _gather in ("all_gather", "lossy_all_gather"):
+    _define_shards(_gather, lambda shard, sizes, _, world: shard * world if sizes is None else sum(sizes))
 _define_shards("reduce_scatter", lambda whole, sizes, rank, world: whole // world if sizes is None else sizes[rank])
 _define_shards("all_to_all", lambda whole, *_: whole)
 define_norms(

@@ -82,7 +82,7 @@ class Plan:
         cluster: Blocks that share a row.
         depth: Tiles that a block sends ahead of the one it waits for.
         chunks: Number of launches for the message.
-        chunk_elements: Elements of each launch but the last; bytes for an all-gather.
+        chunk_elements: Elements of each launch but the last; bytes for an exact all-gather.
         message_bytes: Size of the message in bytes. For all-gather and reduce-scatter: of the largest shard.
         reason: Why this plan was selected.
         row: Elements of a row, for an operation on rows; else 0.

@@ -130,7 +130,7 @@ def smallest_quantized(limit: int, config: Config) -> int | None:
 
 def _saved_share(algorithm: registry.Algorithm, problem: Problem) -> float:
     """Return ``Layout.saved_share``. A rank of a two-shot all-reduce sends (N - 1) / N of the message twice, one of a
-    reduce-scatter all shards but its own, which here counts as the largest."""
+    reduce-scatter all shards but its own, which here counts as the largest. An all-gather counts alike."""
     if not algorithm.wire:
         return 0.0
     if registry.operations()[problem.operation].has_shards:
@@ -291,7 +291,8 @@ def why_not_served(problem: Problem, table: TuningTable, config: Config) -> str:
             return f"sums are quantized by wire={config.wire}, and {table.name} has no fused row for it"
         large = "" if table.large_fused_bytes is None else f" and less than large_fused_bytes={table.large_fused_bytes}"
         return f"more than max_fused_bytes={table.max_fused_bytes}{large} of {table.name}: two kernels are as fast"
-    if not any(problem.data_type in algorithm.data_types for algorithm in operation.algorithms):
+    wires = "", wire_of(problem, config)
+    if not any(problem.data_type in a.data_types and a.wire in wires for a in operation.algorithms):
         return f"{problem.operation} has no kernels for {problem.data_type}"
     return ""
 

@@ -153,8 +153,8 @@ class Stats:
         calls: Calls by operation, algorithm, protocol and size class.
         declined: Declined inputs by operation and reason.
         progress: Progress of the kernels. After ``close``, the state at the time of closing.
-        bytes_saved: Bytes that this rank did not send because option ``wire`` quantized its eager all-reduces, compared
-            with a two-shot all-reduce of the exact values.
+        bytes_saved: Bytes that this rank did not send because option ``wire`` quantized its eager calls. An all-reduce
+            is compared with a two-shot all-reduce of the exact values.
     """
 
     calls: tuple[Calls, ...] = ()

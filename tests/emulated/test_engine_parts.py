@@ -89,6 +89,23 @@ def test_outputs_may_lie_in_the_input(ranks: RankPool, world: int) -> None:
     ranks.run(world, exchange_into_memory_of_the_input)
 
 
+def quantize_if_permitted() -> None:
+    with make_communicator(wire="fp8", wire_min_bytes=0) as comm:
+        parts, _ = parts_of(comm)
+        x = torch.rand(8, 8, generator=torch.Generator().manual_seed(comm.rank)).to(torch.bfloat16)
+        out = x.new_empty(8 * comm.world_size, 8)
+        for given in (None, out):
+            for lossy in (False, True):
+                gathered = parts.all_gather("gather", x, out=given, lossy=lossy)
+                assert gathered is not None
+                assert torch.equal(gathered, comm.all_gather(x, lossy=lossy))
+                assert torch.equal(gathered, comm.all_gather(x)) != lossy
+
+
+def test_lossy_gathers_are_quantized(ranks: RankPool) -> None:
+    ranks.run(2, quantize_if_permitted)
+
+
 def say_the_first_of_each_kind() -> None:
     with make_communicator() as comm:
         parts, lines = parts_of(comm)
@@ -121,10 +138,12 @@ def obey_the_options() -> None:
             x, out = of_rank(comm.rank, 4), torch.empty(8, 8, dtype=torch.bfloat16)
             assert (parts.all_gather("gather", x) is not None) == gathers
             assert (parts.all_gather("gather", x, out=out) is not None) == gathers
+            assert (parts.all_gather("gather", x, lossy=True) is not None) == gathers
             assert (parts.reduce_scatter("scatter", x) is not None) != gathers
             assert (parts.reduce_scatter("scatter", x, out=out[:2]) is not None) != gathers
             parts.leave()
             assert parts.all_gather("gather", x) is None
+            assert parts.all_gather("gather", x, lossy=True) is None
             assert parts.reduce_scatter("scatter", x) is None
             assert not comm._handle.is_open
 

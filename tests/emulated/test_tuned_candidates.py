@@ -79,7 +79,13 @@ def test_large_messages(name: str, kinds: set[str], ranks: RankPool) -> None:
 
 @pytest.mark.parametrize(
     ("name", "wire", "shards"),
-    [("all-reduce", "fp8", 1), ("all-reduce", "int8", 1), ("fused", "fp8", 1), ("reduce-scatter", "fp8", 2)],
+    [
+        ("all-reduce", "fp8", 1),
+        ("all-reduce", "int8", 1),
+        ("fused", "fp8", 1),
+        ("all-gather", "fp8", 2),
+        ("reduce-scatter", "fp8", 2),
+    ],
 )
 def test_quantized_messages(name: str, wire: str, shards: int, ranks: RankPool) -> None:
     ranks.run(2, check, name, Config.load({}).wire_min_bytes // shards, {"HB"}, wire)

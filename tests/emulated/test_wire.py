@@ -1,4 +1,5 @@
-"""Option ``wire``: large all-reduces are quantized and alike on all ranks, all others are exact."""
+"""Option ``wire``: large all-reduces, reduce-scatters and lossy all-gathers are quantized and alike on all ranks, all
+other messages are exact."""
 
 from __future__ import annotations
 
@@ -11,6 +12,7 @@ import torch.distributed as dist
 from fused_reference import EPS, FP8, assert_normed, canonical, exact_norm, operands_of, quantized, scales_of
 from harness import RankPool, error_of_setup, make_communicator, unnamed
 from reference import DTYPES, assert_bitwise_equal, assert_is_sum, rank_order_sum
+from shards_reference import Division, assert_same_bits, assert_untouched_outside, divisions, placed
 
 from llm_comm import Communicator
 from llm_comm.bench.wire_reference import (
@@ -21,7 +23,7 @@ from llm_comm.bench.wire_reference import (
     quantized_shard,
 )
 from llm_comm.planning.selection import MAX_WIRE_BYTES
-from llm_comm.planning.tables import ALL_REDUCE, FUSED, Row
+from llm_comm.planning.tables import ALL_GATHER, ALL_REDUCE, FUSED, Row
 
 WORLD = 3
 SMALLEST = 64 << 10
@@ -71,7 +73,8 @@ def check_others(comm: Communicator) -> None:
             strict=True,
         ):
             assert_bitwise_equal(one, other, "fused")
-        assert_bitwise_equal(comm.all_gather(x), exact.all_gather(x), "all-gather")
+        lossy = rows * HIDDEN * 2 * WORLD < SMALLEST
+        assert_bitwise_equal(comm.all_gather(x, lossy=lossy), exact.all_gather(x), "all-gather")
         shards = drawn(comm.rank, WORLD * (rows * HIDDEN // WORLD), BF16)
         assert_bitwise_equal(comm.reduce_scatter(shards), exact.reduce_scatter(shards), "reduce-scatter")
 
@@ -246,6 +249,7 @@ def over_nodes() -> list[str]:
         with make_communicator(wire="fp8", wire_min_bytes=0, node=f"node {dist.get_rank()}") as comm:
             values = torch.arange(SMALLEST, dtype=torch.float32).remainder_(997)
             assert torch.equal(comm.all_reduce(values * (comm.rank + 1)), values * 6)
+            assert torch.equal(comm.all_gather(values, lossy=True), values.repeat(WORLD))
             assert comm.stats().bytes_saved == 0
             # The limit is that of exact sums over nodes.
             limit = comm.table.max_message_bytes
@@ -261,6 +265,139 @@ def test_sums_over_nodes_are_exact(ranks: RankPool) -> None:
     first, *others = ranks.run(WORLD, over_nodes)
     assert "option wire is 'fp8' (Python), and the ranks are on several nodes: their all-reduces are exact" in first[-1]
     assert not any("wire" in text for of_rank in others for text in of_rank)
+
+
+# ---- All-gathers -----------------------------------------------------------------------------------------------------
+
+
+def quantized_parts(whole: torch.Tensor, division: Division) -> torch.Tensor:
+    """Return what a lossy all-gather returns: each shard is the quantized sum of one contribution."""
+    parts = [division.part_of(whole, rank) for rank in range(len(division.sizes))]
+    return torch.cat([quantized_all_reduce([part], FORMAT_OF_WIRE["fp8"]) for part in parts], division.dim)
+
+
+def check_gather(comm: Communicator, division: Division, dtype: torch.dtype, number: int) -> bytes:
+    """Gather unaligned shards, exactly, lossily and in place. Return the bits of the lossy result."""
+    rank, what = comm.rank, f"{division} of {dtype}"
+    where = division.dim, division.sizes
+    whole = special(1, math.prod(division.shape) + 1, dtype)[1:].view(division.shape)
+    expected = quantized_parts(whole, division)
+    x, _ = placed(division.part_of(whole, rank).contiguous(), (number + 3 * rank) % 8)
+    out, buffer = placed(torch.zeros_like(whole), (3 * number + rank) % 8)
+    plan = comm.plan_all_gather(x, *where, lossy=True)
+    assert plan.algorithm == ("push_fp8_hb" if whole.numel() else "none")
+    assert comm.all_gather(x, *where, out, lossy=True) is out
+    assert torch.equal(out.isnan(), expected.isnan()), what
+    assert_bitwise_equal(out[~out.isnan()], expected[~expected.isnan()], what)
+    assert_same_bits(x, division.part_of(whole, rank), f"{what}: the input")
+    assert_untouched_outside(buffer, out, what)
+    found = comm.try_all_gather(x, *where, lossy=True)
+    assert found is not None
+    assert_same_bits(found, out, f"{what}, into a new tensor")
+    shard = division.part_of(out, rank)
+    out.zero_()
+    shard.copy_(x)
+    is_one_piece = shard.numel() > 0 and shard.is_contiguous()
+    assert comm.all_gather(shard if is_one_piece else x, *where, out, lossy=True) is out
+    assert_same_bits(out, found, f"{what}, in place")
+    assert_untouched_outside(buffer, out, f"{what}, in place")
+    assert_same_bits(comm.all_gather(x, *where), whole, f"{what}, exact")
+    integers = {2: torch.int16, 4: torch.int32}[dtype.itemsize]
+    assert_same_bits(comm.all_gather(x.view(integers), *where, lossy=True), whole.view(integers), f"{what}, integers")
+    return found.view(integers).numpy().tobytes()
+
+
+def check_gathers() -> list[bytes]:
+    with make_communicator(wire="fp8", wire_min_bytes=0) as comm:
+        x = torch.ones(comm.world_size, dtype=BF16)
+        comm.all_gather(x, lossy=True)
+        row = Row(1 << 30, ALL_GATHER, "push_fp8_hb", "HB", blocks=3, tile_lines=32, depth=2)
+        comm.use_table(comm.table.with_rows(row))
+        assert "up to 1073741824 bytes a rank; wire fp8" in comm.plan_all_gather(x, lossy=True).reason
+        return [
+            check_gather(comm, division, DTYPES[number % len(DTYPES)], number)
+            for number, division in enumerate(divisions(comm.world_size))
+        ]
+
+
+@pytest.mark.parametrize("world", [2, 3, 5, 8])
+def test_lossy_all_gathers(ranks: RankPool, world: int) -> None:
+    first, *others = ranks.run(world, check_gathers)
+    assert all(of_rank == first for of_rank in others)
+
+
+def check_which_gathers() -> None:
+    """The whole tensor decides, and no memory of the tensors."""
+    count = SMALLEST // 2
+    with make_communicator(wire="fp8", wire_min_bytes=SMALLEST) as comm:
+        for missing in (1, 0):
+            sizes = (count // 2, 0, count - count // 2 - missing)
+            division = Division((sum(sizes),), 0, sizes)
+            whole = drawn(0, sum(sizes), BF16)
+            expected = whole if missing else quantized_parts(whole, division)
+            x = division.part_of(whole, comm.rank)
+            plan = comm.plan_all_gather(x, 0, sizes, lossy=True)
+            assert (plan.algorithm, plan.symmetric) == (("push_hb", "") if missing else ("push_fp8_hb", ""))
+            assert_bitwise_equal(comm.all_gather(x, 0, sizes, lossy=True), expected, f"{missing} missing")
+            comm.empty(1, BF16)
+            out = comm.empty(len(whole), BF16)
+            assert_bitwise_equal(comm.all_gather(x, 0, sizes, out, lossy=True), expected, "a symmetric output")
+            assert comm.accepts_all_gather(x, 0, sizes, lossy=True)
+        assert not torch.equal(expected, whole)
+        share = sum(sizes) / max(sizes) - 1
+        assert comm.stats().bytes_saved == round(2 * 2 * max(sizes) * share * (1 - 1.0625 / 2))
+    for options, is_quantized in (
+        ({"wire": "int8", "wire_min_bytes": 0}, False),
+        ({"wire": "fp8", "wire_min_bytes": 0, "algorithm": "push_hb"}, False),
+        ({"wire": "fp8", "algorithm": "push_fp8_hb"}, True),
+        ({"algorithm": "push_fp8_hb"}, False),
+    ):
+        with make_communicator(**options) as comm:
+            whole = drawn(0, 300 * WORLD, BF16)
+            x = whole[300 * comm.rank :][:300]
+            expected = quantized_parts(whole, Division((len(whole),), 0, (300,) * WORLD)) if is_quantized else whole
+            assert_bitwise_equal(comm.all_gather(x, lossy=True), expected, str(options))
+            assert_bitwise_equal(comm.all_gather(x), whole, str(options))
+
+
+def test_which_lossy_all_gathers_are_quantized(ranks: RankPool) -> None:
+    ranks.run(WORLD, check_which_gathers)
+
+
+@torch.inference_mode()
+def gather_by_operators_and_arrays() -> None:
+    with make_communicator(wire="fp8", wire_min_bytes=SMALLEST) as comm:
+
+        def layer(x: torch.Tensor) -> torch.Tensor | None:
+            assert comm.accepts_all_gather(x, 1, lossy=True)
+            return comm.all_gather(comm.try_all_gather(x, 1, lossy=True), lossy=True)
+
+        torch._dynamo.reset()
+        compiled = torch.compile(layer, fullgraph=True, dynamic=True, backend="aot_eager")
+        limit = SMALLEST // (2 * FEATURES * WORLD) + 1
+        for rows in (limit // WORLD - 1, limit, limit + 1):
+            x = drawn(comm.rank, rows * FEATURES, BF16).view(rows, FEATURES)
+            assert_bitwise_equal(compiled(x), layer(x), f"{rows} rows")
+        assert sum(of.calls for of in comm.stats().calls if of.algorithm == "push_fp8_hb") == 8
+        x = drawn(comm.rank, SMALLEST, torch.float32)
+        expected = comm.all_gather(x, lossy=True)
+        assert not torch.equal(expected, comm.all_gather(x))
+        assert_bitwise_equal(torch.from_numpy(comm.all_gather(x.numpy(), lossy=True)), expected, "an array")
+
+
+def test_lossy_all_gathers_of_compiled_graphs_and_arrays(ranks: RankPool) -> None:
+    ranks.run(WORLD, gather_by_operators_and_arrays)
+
+
+def gather_alone() -> None:
+    with make_communicator(wire="fp8", wire_min_bytes=0) as comm:
+        x = drawn(0, 100, BF16)
+        assert comm.plan_all_gather(x, lossy=True).algorithm == "none"
+        assert_bitwise_equal(comm.all_gather(x, lossy=True), x, "a copy")
+
+
+def test_a_world_of_one_copies(ranks: RankPool) -> None:
+    ranks.run(1, gather_alone)
 
 
 # ---- Fused with norms ------------------------------------------------------------------------------------------------

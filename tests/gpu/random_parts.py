@@ -4,7 +4,7 @@
 
 A case is one call through a communicator that is drawn, eager or captured in a CUDA graph, which is replayed with new
 inputs. All ranks draw the same cases and know all ranks' inputs. So each compares its result with what is due to it: of
-an all-gather the parts as they are, of a sum that in fp32 in rank order, quantized where the algorithm does so.
+an all-gather the parts, of a sum that in fp32 in rank order, both quantized where the algorithm does so.
 ``--operation`` runs one kind alone, ``--only CASE`` one case.
 """
 
@@ -27,14 +27,14 @@ from values import Inputs, Values, bits, differs, draw_values, rank_order_sum
 from verdicts import Guarded, Verdicts, Where, weights_of
 
 from llm_comm import Communicator, Config
-from llm_comm.bench.wire_reference import FORMAT_OF_WIRE, quantized_shard
+from llm_comm.bench.wire_reference import FORMAT_OF_WIRE, quantized_all_reduce, quantized_shard
 
 SETTLE_EVERY = 50
 MOST_FAILURES = 10
 KINDS = ("all_gather", "reduce_scatter", "symmetric")
 #: By kind: the algorithms that are forced. "auto" goes by the table below.
 ALGORITHMS = {
-    "all_gather": ("one_shot", "push_hb", "port", "auto"),
+    "all_gather": ("one_shot", "push_hb", "push_fp8_hb", "port", "auto"),
     "reduce_scatter": ("one_shot", "push_hb", "push_fp8_hb", "auto"),
     "symmetric": ("direct_push_hb", "direct_port", "direct_ce", "two_shot_pull_hb", "two_shot_port", "two_shot_ce"),
 }
@@ -178,7 +178,8 @@ class Runner:
                 self._ranks.synchronize()
             expected = self._expected(case, rows)
             where = Where(case.number, f"{case.kind}, replay {replay}", case, case.algorithm)
-            wrong = (bits(result.flatten()) != bits(expected)) if case.gathers else differs(result.flatten(), expected)
+            is_exact = case.gathers and case.algorithm != QUANTIZED
+            wrong = (bits(result.flatten()) != bits(expected)) if is_exact else differs(result.flatten(), expected)
             changed = (bits(source.data) != bits(given)).sum()
             nothing = torch.zeros((), dtype=torch.int64, device=result.device)
             digest = nothing
@@ -191,7 +192,7 @@ class Runner:
         own, everything = case.sizes[self._ranks.rank], sum(case.sizes)
         part, whole = (case.rows, own, case.inner), (case.rows, everything, case.inner)
         if case.gathers:
-            result = comm.all_gather(x.view(part), 1, case.sizes, out.view(whole))
+            result = comm.all_gather(x.view(part), 1, case.sizes, out.view(whole), lossy=case.algorithm == QUANTIZED)
         elif case.kind == "reduce_scatter":
             result = comm.reduce_scatter(x.view(whole), 1, case.sizes, out.view(part))
         else:
@@ -226,8 +227,10 @@ class Runner:
                 return quantized_shard([case.part_of(row, own) for row in rows], own, FORMAT_OF_WIRE["fp8"])
             total = rank_order_sum(rows)
             return case.part_of(total, self._ranks.rank) if case.kind == "reduce_scatter" else total
-        parts = [case.part_of(row, rank).view(case.rows, -1, case.inner) for rank, row in enumerate(rows)]
-        return torch.cat(parts, 1).flatten()
+        parts = [case.part_of(row, rank) for rank, row in enumerate(rows)]
+        if case.algorithm == QUANTIZED:  # each part is the quantized sum of one contribution
+            parts = [quantized_all_reduce([part], FORMAT_OF_WIRE["fp8"]) for part in parts]
+        return torch.cat([part.view(case.rows, -1, case.inner) for part in parts], 1).flatten()
 
 
 def table_of(algorithm: str) -> str:

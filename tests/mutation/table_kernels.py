@@ -111,6 +111,13 @@ KERNELS = (
         WIRE,
     ),
     cpp(
+        "a rank keeps its shard unquantized",
+        QUANTIZED_STEPS,
+        "store(target, first, k, lines, quantized);",
+        "if (!WITHOUT) store(target, first, k, lines, quantized);\nelse if (k < lines) target.store(first + k, line);",
+        WIRE,
+    ),
+    cpp(
         "the first line of a part is looked for in the part before",
         TWO_SHOT_FP8_ROWS,
         "line >= rank * part_lines_",

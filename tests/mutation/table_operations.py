@@ -13,10 +13,12 @@ LAYERS = "llm_comm/operations/linear_layers.py"
 PROGRAMS = "llm_comm/dsl/compiled.py"
 OPERATORS = "llm_comm/operations/torch_operators.py"
 QUANTIZATION = "llm_comm/operations/fp8.py"
+SHARDS = "llm_comm/operations/shards.py"
 COMMUNICATOR = "llm_comm/communicator.py"
 ARRAYS = "llm_comm/arrays.py"
 
 GUARD = "tests/emulated/test_operands.py"
+WIRE = "tests/emulated/test_wire.py -k lossy_all_gathers"
 TABLES_IN_USE = "tests/emulated/test_use_table.py"
 MISFITS = "tests/emulated/test_fused.py -k test_tensor_that_does_not_fit"
 DECLINED = "tests/emulated/test_fused.py -k test_declined_input"
@@ -40,6 +42,21 @@ def without(part: str, name: str) -> Mutant:
 
 
 OPERATIONS: tuple[Mutant, ...] = (
+    # ---- Lossy all-gathers ----
+    python(
+        "lossy all-gathers of any size are quantized",
+        SHARDS,
+        "if wire_of(problem, self._planner.config):",
+        "if self._planner.config.wire == 'fp8':",
+        WIRE,
+    ),
+    python(
+        "prepared lossy all-gathers outlive their table",
+        COMMUNICATOR,
+        "self._operations.lossy_all_gather.forget()",
+        "pass",
+        WIRE,
+    ),
     # ---- Overlaps ----
     python(
         "what is written may begin at the last element of another tensor",

@@ -68,7 +68,7 @@ def test_the_line() -> None:
 
 
 def test_the_line_says_what_quantization_saves() -> None:
-    saved = "; 1234 bytes less sent, as wire quantizes eager all-reduces"
+    saved = "; 1234 bytes less sent, as wire quantizes eager calls"
     line = statistics.describe("tp", replace(STATS, bytes_saved=1234))
     assert line == LINE.replace("; declined", f"{saved}; declined")
 

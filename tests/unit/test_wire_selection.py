@@ -1,4 +1,4 @@
-"""Which all-reduces option ``wire`` quantizes: by size, type, algorithm and memory, and by which rows of a table."""
+"""Which messages option ``wire`` quantizes: by size, type, algorithm and memory, and by which rows of a table."""
 
 from __future__ import annotations
 
@@ -20,7 +20,17 @@ from llm_comm.planning.catalogue import load_table, table_text
 from llm_comm.planning.plan import Plan, Problem
 from llm_comm.planning.planner import Planner
 from llm_comm.planning.programs import PROTOCOL, with_program
-from llm_comm.planning.tables import ALL_GATHER, ALL_REDUCE, FUSED, Row, TuningTable, by_operation, of_programs, of_wire
+from llm_comm.planning.tables import (
+    ALL_GATHER,
+    ALL_REDUCE,
+    FUSED,
+    REDUCE_SCATTER,
+    Row,
+    TuningTable,
+    by_operation,
+    of_programs,
+    of_wire,
+)
 from llm_comm.runtime.statistics import Calls, StatisticsCollector
 
 CONFIG = Config.load({})
@@ -135,6 +145,31 @@ def test_large_fused_messages_are_quantized_to_fp8() -> None:
         assert layout.saved_share == pytest.approx(1 - 1.0625 / 2 if wire else 0.0)
     layout = planner(CONFIG, table, 2).lay_out(FUSED, 2 * MIB, 512, "bf16", FUSED_PARAMETERS)
     assert layout.plan.algorithm not in ALGORITHMS.values()
+
+
+@pytest.mark.parametrize("operation", [ALL_GATHER, REDUCE_SCATTER])
+@pytest.mark.parametrize(("data_type", "share"), [("bf16", 1 - 1.0625 / 2), ("fp32", 1 - 1.0625 / 4)])
+def test_large_shards_of_numbers_are_quantized_to_fp8(operation: str, data_type: str, share: float) -> None:
+    """The size is that of the whole tensor: the other shards have a half of the largest one."""
+    itemsize = registry.data_types()[data_type]
+    row = Row(64 * MIB, operation, "push_fp8_hb", "HB", blocks=5, tile_lines=64, depth=2)
+    for table, blocks in ((NO_ROWS, None), (TABLE.with_rows(row), 5)):
+        config = CONFIG.replace(wire="fp8")
+        count = SMALLEST // itemsize // 2
+        parameters = (1.0, float(count), count / 2, count / 2)
+        problem = Problem(operation, count, 0, data_type, 3, parameters)
+        layout = planner(config, table, 3).lay_out(operation, count, 0, data_type, parameters)
+        assert layout.plan.algorithm == "push_fp8_hb", layout.plan
+        assert layout.saved_share == pytest.approx(share)
+        assert blocks in (None, layout.plan.blocks)
+        assert selection.wire_of(problem, config) == "fp8"
+        smaller = Problem(operation, count, 0, data_type, 3, (1.0, float(count), count / 2, count / 2 - 1))
+        for exact, of_config in ((problem, CONFIG.replace(wire="int8")), (problem, CONFIG), (smaller, config)):
+            assert selection.wire_of(exact, of_config) == ""
+            plan = planner(of_config, table, 3).lay_out(operation, count, 0, data_type, exact.parameters).plan
+            assert plan.algorithm != "push_fp8_hb"
+            # An exact all-gather moves bytes.
+            assert (plan.reason == f"{operation} has no kernels for {data_type}") == (operation == ALL_GATHER)
 
 
 @WIRES
@@ -261,6 +296,20 @@ def test_tune_measures_quantized_messages_if_asked() -> None:
         assert not found & set(ALGORITHMS.values())
 
 
+@pytest.mark.parametrize("name", ["all-gather", "reduce-scatter"])
+def test_tune_measures_quantized_shards_if_asked(name: str) -> None:
+    limits = limits_of(CONFIG)
+    (subject,) = subjects_of([name], 8192, 8 * MIB, 4, config=CONFIG.replace(wire="fp8"))
+    assert subject.key == of_wire(name.replace("-", "_"), "fp8")
+    assert list(subject.sizes(SMALLEST // 8, SMALLEST)) == [n * SMALLEST // 8 for n in (2, 3, 4, 6, 8)]
+    problem = subject.problem(SMALLEST // 4, 4)
+    assert {row.algorithm for row in candidates(problem, limits, wire=subject.wire)} == {"push_fp8_hb"}
+    for exact in subjects_of([name], 8192, 8 * MIB, 4, config=CONFIG.replace(wire="int8")):
+        found = {row.algorithm for row in candidates(exact.problem(SMALLEST, 4), limits, exact.is_symmetric)}
+        assert found
+        assert "push_fp8_hb" not in found
+
+
 def test_tune_says_that_no_message_is_quantized() -> None:
     args = SimpleNamespace(operations=["all-reduce"], min=1024, max=SMALLEST - 2)
     tune.check_options(args, CONFIG)  # type: ignore[arg-type]
@@ -309,6 +358,15 @@ def test_saved_bytes_are_counted_for_each_type() -> None:
 )
 def test_the_start_line_says_that_sums_are_lossy(options: dict[str, object], words: str) -> None:
     assert descriptions.describe_wire(Config.load({}, **options), 16 << 20) == words
+
+
+def test_the_start_line_of_a_group_that_only_gathers() -> None:
+    operations = (REDUCE_SCATTER, ALL_GATHER)
+    config = CONFIG.replace(wire="fp8")
+    words = "; reduce-scatters and all-gathers that permit it from 8 MiB to 16 MiB are quantized (fp8): lossy"
+    assert descriptions.describe_wire(config, 16 * MIB, operations) == words
+    assert descriptions.describe_wire(config.replace(wire="int8"), 16 * MIB, operations) == ""
+    assert descriptions.describe_wire(config, 4 * MIB, operations) == ""
 
 
 @pytest.mark.parametrize(

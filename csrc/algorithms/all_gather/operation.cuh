@@ -1,5 +1,5 @@
 // All-gather: every rank gets the shards of all ranks, concatenated along a dimension. Elements are moved as bytes, so
-// any type keeps its bits.
+// any type keeps its bits; push_fp8_hb.cuh alone quantizes numbers.
 #pragma once
 
 #include "algorithms/shards_operation.h"

@@ -41,7 +41,7 @@ LLM_COMM_DEVICE void two_shot_quantized_hb(const AllReduceArgs& args, OperationK
   session.begin();
   pipeline.run([&](const Team& team, uint32_t t) { steps.stage(team, t, slice_of); },
                [&](const Team& team, uint32_t t) { steps.sum_for_all(team, t, slice_of(args.comm.rank)); },
-               [&](const Team& team, uint32_t t) { steps.collect(team, t, slice_of); });
+               [&](const Team& team, uint32_t t) { steps.collect(team, kSecondHop, t, slice_of); });
 }
 
 // ---- Descriptor ----------------------------------------------------------------------------------------------------

@@ -4,6 +4,9 @@ Two kinds of callers end in the methods below. ``torch.ops.vllm.all_gather`` and
 column-parallel linear layers, and sequence and context parallelism. ``AgRsAll2AllManager``, which exchanges tokens
 between experts, calls ``all_gatherv`` and ``reduce_scatterv``. vLLM's operators around these calls are opaque to
 torch.compile.
+
+Option ``wire`` may quantize the tokens' hidden states, which ``AgRsAll2AllManager`` passes first in its lists. Router
+logits, weights and ids of experts, and all other tensors are gathered exactly.
 """
 
 from __future__ import annotations
@@ -19,6 +22,8 @@ from llm_comm.integrations.gather_scatter import EngineGatherScatter
 
 #: Values of ``all2all_backend`` that exchange tokens by all-gather and reduce-scatter. Other backends have own kernels.
 _EXCHANGES = ("naive", "allgather_reducescatter")
+#: Data types of hidden states that are not quantized yet.
+_HIDDEN = (torch.bfloat16, torch.float16)
 
 
 def only_gathers(kind: str) -> bool:
@@ -74,7 +79,10 @@ class _Gathering(CudaCommunicator):  # type: ignore[misc]
         if isinstance(input_, torch.Tensor):
             result = ours.all_gather("all_gatherv", input_, dim, sizes)
             return super().all_gatherv(input_, dim, sizes) if result is None else result
-        results = [ours.all_gather("all_gatherv", x, dim, sizes) for x in input_]
+        results = [
+            ours.all_gather("all_gatherv", x, dim, sizes, lossy=place == 0 and x.dim() == 2 and x.dtype in _HIDDEN)
+            for place, x in enumerate(input_)
+        ]
         declined = [place for place, result in enumerate(results) if result is None]
         if declined:  # in one call, which NCCL runs as one grouped operation
             theirs = super().all_gatherv([input_[place] for place in declined], dim, sizes)

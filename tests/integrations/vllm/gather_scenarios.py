@@ -22,6 +22,8 @@ from vllm.config import VllmConfig
 from vllm.distributed.communication_op import tensor_model_parallel_all_gather, tensor_model_parallel_reduce_scatter
 from vllm.distributed.device_communicators import all2all
 
+from llm_comm.bench.wire_reference import quantized_all_reduce
+
 KINDS = (torch.bfloat16, torch.float32, torch.int64, torch.uint8, torch.bool, torch.float8_e4m3fn)
 #: vLLM 0.33 asks for a custom collective first, where a model splits its sequence.
 ASKS_FOR_CUSTOM = hasattr(CudaCommunicator, "custom_all_gather")
@@ -188,6 +190,28 @@ def tokens_of_data_parallel_replicas_are_exchanged_by_llm_comm() -> None:
         assert [method for method, _ in dp.served] == ["all_gatherv"] * 5 + ["reduce_scatterv"]
         assert not dp.nccl_of_ours
     said = "is active for group dp:0 (2 ranks, emulated GPUs): all-gather and reduce-scatter to 64 MiB, then vLLM's own"
+    assert len(dp.log.having(said)) == (dist_rank() == 0)
+
+
+@scenario(LLM_COMM_WIRE="fp8", LLM_COMM_WIRE_MIN_BYTES="1K")
+def hidden_states_of_tokens_are_quantized_and_nothing_else() -> None:
+    sizes = [48, 40]
+    with group("dp", tensor_parallel=1, config=replicated(2)) as dp, exchange(dp, sizes) as manager:
+        parts = [
+            torch.randn(size, 16, generator=torch.Generator().manual_seed(rank)).to(torch.bfloat16)
+            for rank, size in enumerate(sizes)
+        ]
+        x, whole = parts[dist.get_rank()], torch.cat(parts)
+        hidden, logits = manager.dispatch_router_logits(x, x)
+        also_hidden, weights, ids = manager.dispatch(x, x, x.view(torch.int16))
+        quantized = torch.cat([quantized_all_reduce([part], "e4m3") for part in parts])
+        assert bits(hidden) == bits(also_hidden) == bits(quantized) != bits(whole)
+        gather = dp.coordinator.all_gatherv
+        assert bits(logits) == bits(weights) == bits(ids.view(x.dtype)) == bits(gather(x, 0, sizes)) == bits(whole)
+        in_one_row, wide = gather([x.flatten()], 0, [768, 640]), gather([x.float()], 0, sizes)
+        assert (bits(in_one_row[0]), bits(wide[0])) == (bits(whole.flatten()), bits(whole.float()))
+        assert dp.communicator._llm_comm.stats().bytes_saved > 0
+    said = "reduce-scatters and all-gathers that permit it from 1 KiB to 128 MiB are quantized (fp8): lossy; "
     assert len(dp.log.having(said)) == (dist_rank() == 0)
 
 
