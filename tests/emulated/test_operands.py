@@ -90,6 +90,8 @@ def cases(world: int) -> list[Case]:
         Case("try_all_gather", {"x": rows()}),
         Case("reduce_scatter", {"x": ones(world * ROWS, FEATURES), "out": rows()}, out),
         Case("try_reduce_scatter", {"x": ones(world * ROWS, FEATURES)}),
+        Case("all_to_all", {"x": ones(world * ROWS, FEATURES), "out": ones(world * ROWS, FEATURES)}, out, same),
+        Case("try_all_to_all", {"x": ones(world * ROWS, FEATURES)}),
         Case("linear", {**layer, "out": rows(64)}, out),
         Case("batch_invariant_linear", {**layer, "out": rows(64)}, out),
         Case("linear_silu_and_mul", {**gate_up, "out": rows(64)}, out),
