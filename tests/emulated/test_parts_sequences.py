@@ -44,6 +44,14 @@ def scatter_once(comm: Communicator, draw: random.Random, number: int) -> None:
     assert_bitwise_equal(result, expected, f"call {number}, reduce_scatter of {division}, {dtype}")
 
 
+def exchange_once(comm: Communicator, draw: random.Random, number: int) -> None:
+    dtype, part = draw.choice(ANY_DTYPES), draw.randrange(draw.choice(MOST) // comm.world_size)
+    sent = [drawn_bits((comm.world_size, part), dtype, number + 1000 * rank) for rank in range(comm.world_size)]
+    expected = torch.stack([of_rank[comm.rank] for of_rank in sent])
+    result = comm.all_to_all(sent[comm.rank], draw.choice([None, torch.empty_like(expected)]))
+    assert_same_bits(result, expected, f"call {number}, all_to_all of {part} {dtype}")
+
+
 def reduce_once(comm: Communicator, draw: random.Random, number: int) -> None:
     dtype = draw.choice(DTYPES)
     inputs = contributions(comm.world_size, draw.randrange(draw.choice(MOST)), dtype, number)
@@ -62,7 +70,7 @@ def mix(table: Path | None, seed: int, calls: int, **options: Any) -> None:
     with make_communicator(**table_option, **options) as comm:
         for number in range(calls):
             once: Callable[[Communicator, random.Random, int], None] = draw.choice(
-                [gather_once, gather_once, scatter_once, scatter_once, reduce_once, norm_once]
+                [gather_once, gather_once, scatter_once, scatter_once, exchange_once, reduce_once, norm_once]
             )
             once(comm, draw, seed * 10_000 + number)
 

@@ -1,4 +1,4 @@
-"""Random test: all-gathers, reduce-scatters and operations on symmetric tensors, every result compared bit by bit.
+"""Random test: all-gathers, reduce-scatters, all-to-alls and operations on symmetric tensors, compared bit by bit.
 
     torchrun --standalone --nproc-per-node 8 tests/gpu/random_parts.py
 
@@ -31,11 +31,12 @@ from llm_comm.bench.wire_reference import FORMAT_OF_WIRE, quantized_all_reduce, 
 
 SETTLE_EVERY = 50
 MOST_FAILURES = 10
-KINDS = ("all_gather", "reduce_scatter", "symmetric")
+KINDS = ("all_gather", "reduce_scatter", "all_to_all", "symmetric")
 #: By kind: the algorithms that are forced. "auto" goes by the table below.
 ALGORITHMS = {
     "all_gather": ("one_shot", "push_hb", "push_fp8_hb", "port", "auto"),
     "reduce_scatter": ("one_shot", "push_hb", "push_fp8_hb", "auto"),
+    "all_to_all": ("one_shot", "push_hb", "auto"),
     "symmetric": ("direct_push_hb", "direct_port", "direct_ce", "two_shot_pull_hb", "two_shot_port", "two_shot_ce"),
 }
 #: Quantizes what it sends.
@@ -56,6 +57,8 @@ rows:
   - {operation: reduce_scatter, up_to: 2000, algorithm: push_hb, protocol: HB, blocks: 1, tile_lines: 8, depth: 4}
   - {operation: reduce_scatter, up_to: 30000, algorithm: one_shot, protocol: LL, blocks: 5, tile_lines: 8}
   - {operation: reduce_scatter, up_to: 1073741824, algorithm: push_hb, protocol: HB, blocks: 9, tile_lines: 9, depth: 2}
+  - {operation: all_to_all, up_to: 9000, algorithm: one_shot, protocol: LL, blocks: 3, tile_lines: 4}
+  - {operation: all_to_all, up_to: 1073741824, algorithm: push_hb, protocol: HB, blocks: 5, tile_lines: 24, depth: 3}
 """
 #: Of algorithms that a table has to name where messages are small.
 ODD_ROWS = {
@@ -116,8 +119,10 @@ def draw_case(number: int, kind: str, options: argparse.Namespace, world: int) -
     offsets = (rng.choice((0, 0, rng.randrange(8))), rng.choice((0, 0, rng.randrange(8))))
     if kind == "symmetric":  # whole lines in one piece, from a boundary of them
         rows, inner, offsets = 1, 8, (0, 0)
+    if kind == "all_to_all":
+        rows = 1
     longest = max(1, most // (rows * inner * world))
-    even = rng.random() < 0.5
+    even = rng.random() < 0.5 or kind == "all_to_all"
     sizes = tuple(longest if even else rng.choice((0, 1, rng.randint(0, longest), longest)) for _ in range(world))
     if sum(sizes) == 0:
         sizes = (1,) * world
@@ -178,12 +183,12 @@ class Runner:
                 self._ranks.synchronize()
             expected = self._expected(case, rows)
             where = Where(case.number, f"{case.kind}, replay {replay}", case, case.algorithm)
-            is_exact = case.gathers and case.algorithm != QUANTIZED
+            is_exact = (case.gathers or case.kind == "all_to_all") and case.algorithm != QUANTIZED
             wrong = (bits(result.flatten()) != bits(expected)) if is_exact else differs(result.flatten(), expected)
             changed = (bits(source.data) != bits(given)).sum()
             nothing = torch.zeros((), dtype=torch.int64, device=result.device)
             digest = nothing
-            if case.kind != "reduce_scatter":  # the ranks have parts of their own
+            if case.kind not in ("reduce_scatter", "all_to_all"):  # the ranks have parts of their own
                 digest = (bits(result.flatten()).to(torch.int64) * self._weights[: len(expected)]).sum()
             self.verdicts.add(where, [wrong.sum(), nothing, source.damage() + target.damage(), changed], digest)
         self.calls[case.algorithm, "graph" if case.replays else "eager"] += 1
@@ -195,6 +200,8 @@ class Runner:
             result = comm.all_gather(x.view(part), 1, case.sizes, out.view(whole), lossy=case.algorithm == QUANTIZED)
         elif case.kind == "reduce_scatter":
             result = comm.reduce_scatter(x.view(whole), 1, case.sizes, out.view(part))
+        elif case.kind == "all_to_all":
+            result = comm.all_to_all(x.view(whole[1:]), out.view(whole[1:]))
         else:
             result = comm.all_reduce(x, out)
         assert isinstance(result, torch.Tensor)
@@ -221,6 +228,8 @@ class Runner:
         return self._inputs.rows(case.values, case.whole, case.dtype, seed)
 
     def _expected(self, case: Case, rows: torch.Tensor) -> torch.Tensor:
+        if case.kind == "all_to_all":
+            return torch.cat([case.part_of(row, self._ranks.rank) for row in rows])
         if not case.gathers:
             if case.algorithm == QUANTIZED:
                 own = self._ranks.rank
