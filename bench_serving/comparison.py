@@ -20,8 +20,8 @@ from bench_serving.summary import Run
 
 #: File in a run's directory with the environment it was made in, besides its settings.
 _RAN_ON = "ran_on.json"
-#: Seconds that an engine may profile after it has written its times.
-_PROFILE_S = 180.0
+#: Seconds that an engine may profile after it has written its times: for its start and end, and for each workload.
+_PROFILE_S, _WORKLOAD_S = 120.0, 20.0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -172,7 +172,7 @@ def run_once(settings: Settings, arm: Arm, repeat: int, directory: Path, timeout
         result,
         timeout_s,
         lambda line: print(f"  {line}", flush=True),
-        processes.END_S + (_PROFILE_S if settings.profile else 0),
+        processes.END_S + (_PROFILE_S + _WORKLOAD_S * len(profile.workloads(settings)) if settings.profile else 0),
     )
     return _judged(settings, arm, repeat, outcome, result, log)
 

@@ -226,8 +226,8 @@ def run(
     result.unlink(missing_ok=True)
     with Session(command, environment, log, log.parent) as session:
         there = session.wait_for(result.exists, timeout_s, show)
-        if there:
-            session.wait_for(lambda: session.process.poll() is not None, grace_s, show)
+        if there and not session.wait_for(lambda: session.process.poll() is not None, grace_s, show):
+            show(f"killed: it did not end within {grace_s:g} s after its result")
         status = session.process.poll()
     failure = ""
     if not there:

@@ -137,10 +137,12 @@ def sample_clocks(path: Path, run: Callable[[], object]) -> None:
         sampler = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
     except OSError:
         return
-    end = time.monotonic() + _CLOCKS_S
-    while time.monotonic() < end:
-        run()
-    sampler.terminate()
+    try:
+        end = time.monotonic() + _CLOCKS_S
+        while time.monotonic() < end:
+            run()
+    finally:
+        sampler.terminate()
     samples: dict[str, list[tuple[float, float, str]]] = {}
     for sample in sampler.communicate()[0].splitlines():
         try:

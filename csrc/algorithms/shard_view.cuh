@@ -1,6 +1,6 @@
 // ShardView: one rank's shard of a tensor of rows (shards.h) as 16-byte lines: whole lines where addresses are aligned,
 // else element by element. Lines count from the start of the launch's range and continue across rows. Used by
-// all-gather and reduce-scatter.
+// all operations on shards.
 #pragma once
 
 #include "algorithms/shards.h"

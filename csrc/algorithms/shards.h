@@ -1,5 +1,5 @@
-// Shards of a tensor of rows, for operations in which each rank has one: all-gather concatenates them,
-// reduce-scatter distributes them. Any dimension fits: the dimensions before it make the rows, and those after it
+// Shards of a tensor of rows, for operations in which each rank has one: all-gather concatenates them, reduce-scatter
+// distributes them, all-to-all exchanges them. Any dimension fits: the dimensions before it make the rows, and those after it
 // lengthen each shard. For dimension 0 there is one row.
 //
 // Parameters of such an operation are the number of rows and, for each rank, the elements of its shard in a row, which

@@ -1,4 +1,4 @@
-// Common descriptor and kernel arguments of all-gather and reduce-scatter (shards.h).
+// Common descriptor and kernel arguments of operations on shards (shards.h).
 #pragma once
 
 #include "algorithms/shard_view.cuh"

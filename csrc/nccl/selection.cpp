@@ -17,6 +17,9 @@ namespace {
 // Operations of the registry that this library serves.
 constexpr const char* kServed[] = {"all_reduce", "all_gather", "reduce_scatter", "all_to_all"};
 
+// Maximum bytes of a shard of an all-to-all of which the table has no row. Nothing larger has been measured.
+constexpr uint64_t kMaxUnmeasuredAllToAll = 1 << 20;
+
 // Maximum bytes that the root of a broadcast sends. World size 2: as far as an all-gather of such shards, which sends
 // as much, is clearly faster than NCCL's broadcast (docs/results/2026-11-25_h100x2_nccl_tests.json). Larger worlds: not
 // measured. There the root stores to each rank in turn, while NCCL's ranks pass the data on.
@@ -139,6 +142,11 @@ Decision Selection::decide(const Message& message) const {
   if (message.operation == Operation::kBroadcast && bytes * (world_ - 1) > max_broadcast_bytes(world_) &&
       !serves_all_) {
     return forwarded("a large broadcast");
+  }
+  if (message.operation == Operation::kAllToAll && bytes > kMaxUnmeasuredAllToAll && !serves_all_ &&
+      std::none_of(table_.rows.begin(), table_.rows.end(),
+                   [](const Row& row) { return row.operation == "all_to_all"; })) {
+    return forwarded("a large all-to-all, and " + table_.name + " has no row for it");
   }
   if (message.operation != Operation::kAllReduce) {
     problem.parameter[kRows] = 1;

@@ -29,7 +29,7 @@ enum class Operation { kAllReduce, kAllGather, kReduceScatter, kAllToAll, kBroad
 struct Message {
   Operation operation;
   ncclDataType_t type;
-  uint64_t count;  // as in the call: of operations with shards, elements of one
+  uint64_t count;  // as in the call: elements of one shard, for operations with shards
   int reduction = ncclSum;
   int root = 0;
 

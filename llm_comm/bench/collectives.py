@@ -1,8 +1,8 @@
-"""Commands ``llm-comm bench all-reduce``, ``all-gather`` and ``reduce-scatter``: comparison of llm_comm with other
-libraries.
+"""Commands ``llm-comm bench all-reduce``, ``all-gather``, ``reduce-scatter`` and ``all-to-all``: comparison of llm_comm
+with other libraries.
 
 On GPUs these are NCCL and torch's symmetric memory, whose multicast operators are never called; on emulated devices
-gloo. DSL programs of option ``dsl`` are compared too. For all-gather and reduce-scatter, sizes are the bytes of one
+gloo. DSL programs of option ``dsl`` are compared too. Sizes of operations on shards are the bytes of one
 shard.
 """
 

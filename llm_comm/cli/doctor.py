@@ -203,7 +203,7 @@ def _workspace(config: Config) -> dict[str, Any]:
 def _tuning(config: Config) -> dict[str, str]:
     found = {}
     for world, table in tables_here(config).items():
-        why_not = why_too_slow([_uuid(index) for index in range(world)]) if is_unmeasured(table, config) else ""
+        why_not = why_too_slow({rank: _uuid(rank) for rank in range(world)}) if is_unmeasured(table, config) else ""
         of_engines = f"; engines use NCCL: {why_not}" if why_not else ""
         found[f"{world} ranks"] = _describe_table(table, config) + of_engines
     return found

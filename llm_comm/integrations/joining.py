@@ -13,7 +13,7 @@ from llm_comm import _core
 from llm_comm.communicator import Communicator
 from llm_comm.config import EngineOptions
 from llm_comm.errors import ConfigError, LlmCommError, MissingRankError
-from llm_comm.nodes.topology import find_topology
+from llm_comm.nodes.topology import Topology, find_topology
 from llm_comm.planning.catalogue import check_table_option
 from llm_comm.runtime.devices import find_table, gpu_name
 from llm_comm.runtime.links import is_unmeasured, why_too_slow
@@ -94,8 +94,9 @@ def join(group: dist.ProcessGroup, device: torch.device, load_config: Callable[[
         objection = error
     _vote(rendezvous, objection)
     assert config is not None
-    _vote(rendezvous, _objection_to_nodes(rendezvous, config))
-    _vote(rendezvous, _objection_to_links(rendezvous, config, device))
+    topology, objection = _find_topology(rendezvous, config)
+    _vote(rendezvous, objection)
+    _vote(rendezvous, _objection_to_links(rendezvous, config, device, topology))
 
     communicator = None
     try:
@@ -137,8 +138,8 @@ def _check(config: EngineOptions, device: torch.device, world_size: int) -> None
     check_table_option(config)
 
 
-def _objection_to_nodes(rendezvous: Rendezvous, config: EngineOptions) -> Exception | None:
-    """Return this rank's objection to the nodes on which the ranks run, or None. Collective.
+def _find_topology(rendezvous: Rendezvous, config: EngineOptions) -> tuple[Topology | None, Exception | None]:
+    """Return the nodes on which the ranks run, None if it is one, and this rank's objection to them. Collective.
 
     Raises:
         AbsentRanksError: A rank is lost.
@@ -148,25 +149,29 @@ def _objection_to_nodes(rendezvous: Rendezvous, config: EngineOptions) -> Except
     except MissingRankError as error:
         raise _lost(error) from error
     except LlmCommError as error:
-        return error
+        return None, error
     if topology is None or config.multi_node:
-        return None
+        return topology, None
     origin = config.origins.get("multi_node", "default")
-    return NotJoinedError(
+    objection = NotJoinedError(
         f"the ranks are on {len(topology.nodes)} nodes ({', '.join(topology.hosts)}), and multi_node is false "
         f"({origin}); {_HOW_TO_SPAN_NODES}"
     )
+    return topology, objection
 
 
-def _objection_to_links(rendezvous: Rendezvous, config: EngineOptions, device: torch.device) -> Exception | None:
-    """Return this rank's objection to the links between the GPUs, or None. Collective.
+def _objection_to_links(
+    rendezvous: Rendezvous, config: EngineOptions, device: torch.device, topology: Topology | None
+) -> Exception | None:
+    """Return this rank's objection to the links between the GPUs of its node, or None. Collective.
 
     Raises:
         AbsentRanksError: A rank is lost.
     """
+    ranks = range(rendezvous.world_size) if topology is None else topology.ranks_here
     gpu = None
     try:
-        if is_unmeasured(find_table(device, rendezvous.world_size, config), config):
+        if is_unmeasured(find_table(device, len(ranks), config), config):
             gpu = gpu_name(device)
     except Exception as error:  # the set-up reports it on all ranks
         logger.debug("llm_comm: the links between the GPUs are not looked at: %s", error)
@@ -174,7 +179,7 @@ def _objection_to_links(rendezvous: Rendezvous, config: EngineOptions, device: t
         gpus = rendezvous.gather("GPU", gpu)
     except MissingRankError as error:
         raise _lost(error) from error
-    why = "" if None in gpus else why_too_slow(gpus)
+    why = "" if None in gpus else why_too_slow({rank: gpus[rank] for rank in ranks})
     return NotJoinedError(why) if why else None
 
 

@@ -421,7 +421,9 @@ class AllToAll(AllGather):
         return None if shards is None else shards._replace(shape=tuple(shape))
 
     def _in_place(self, shards: Shards, dtype: torch.dtype) -> int | None:
-        return 0  # each line goes where the thread that receives it, or its block, has read one
+        # LL: a thread loads a line of a shard before it stores that line. HB: a chunk is stored `depth` steps after it
+        # was loaded, behind a barrier of the block.
+        return 0
 
     def _why_not_type(self, dtype: torch.dtype) -> str:
         return self._why_none or super()._why_not_type(dtype)

@@ -41,7 +41,7 @@ OPERAND = "Tensor? after=None"
 
 _in_order: set[torch._ops.OpOverload] = set()
 _library = torch.library.Library("llm_comm", "DEF")
-# Schema of all-gather and reduce-scatter. Shapes of results depend on rank and world size, and graphs on disk may be
+# Schema of operations on shards. Shapes of results depend on rank and world size, and graphs on disk may be
 # shared between ranks and world sizes. So both are operands, which the operator checks.
 _SHARDS = "Tensor x, int dim, SymInt[]? sizes, int rank, int world_size, str communicator"
 

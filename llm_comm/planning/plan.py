@@ -16,7 +16,7 @@ class Problem:
 
     Attributes:
         operation: Name in the registry.
-        count: Number of elements of a rank's input. For all-gather and reduce-scatter: of the largest shard.
+        count: Number of elements of a rank's input. For operations on shards: of the largest one.
         row: Elements of a row, for an operation on rows; else 0.
         data_type: Name of the elements' type.
         world_size: Number of ranks.
@@ -82,8 +82,8 @@ class Plan:
         cluster: Blocks that share a row.
         depth: Tiles that a block sends ahead of the one it waits for.
         chunks: Number of launches for the message.
-        chunk_elements: Elements of each launch but the last; bytes for an exact all-gather.
-        message_bytes: Size of the message in bytes. For all-gather and reduce-scatter: of the largest shard.
+        chunk_elements: Elements of each launch but the last; bytes where bytes are moved.
+        message_bytes: Size of the message in bytes. For operations on shards: of the largest one.
         reason: Why this plan was selected.
         row: Elements of a row, for an operation on rows; else 0.
         symmetric: Name of the algorithm that replaces ``algorithm`` if all tensors of the call are in symmetric memory.

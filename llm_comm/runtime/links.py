@@ -6,7 +6,7 @@ import importlib
 import importlib.util
 import logging
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from llm_comm.config import Config
@@ -24,25 +24,25 @@ def is_unmeasured(table: TuningTable, config: Config) -> bool:
     return not table.origin.is_tuned and config.table is None and config.algorithm == "auto"
 
 
-def why_too_slow(uuids: Sequence[str]) -> str:
+def why_too_slow(gpus: Mapping[int, str]) -> str:
     """Return why NCCL is expected to be faster for a group of GPUs where nothing was measured, or "".
 
-    More than two GPUs need NVLink between all of them, as for the engines' own custom all-reduces. "" also if the
-    links are unknown.
+    More than two GPUs need NVLink between all of them, as for the engines' own custom all-reduces. "" also if neither
+    NVML nor nvidia-smi tells the links.
 
     Args:
-        uuids: UUID of the GPU of each rank.
+        gpus: UUID of the GPU of each rank of a node.
     """
-    if len(set(uuids)) <= 2:
+    if len(set(gpus.values())) <= 2:
         return ""
     try:
-        matrix = link_matrix(uuids)
+        matrix = link_matrix(list(gpus.values()))
     except Exception as error:  # pynvml has exceptions of its own
         logger.debug("llm_comm: the links between the GPUs are unknown: %s", error)
         return ""
-    for rank, links in enumerate(matrix):
-        for peer, link in enumerate(links):
-            if uuids[rank] != uuids[peer] and not link.startswith("NV"):
+    for (rank, gpu), links in zip(gpus.items(), matrix, strict=True):
+        for (peer, other), link in zip(gpus.items(), links, strict=True):
+            if gpu != other and not link.startswith("NV"):
                 return (
                     f"GPUs of ranks {rank} and {peer} have no NVLink between them ({link}); llm-comm tune --install "
                     "finds out whether llm_comm is faster than NCCL"
@@ -73,7 +73,8 @@ def link_matrix(uuids: Sequence[str]) -> list[list[str]]:
 def parse_topology(text: str) -> list[list[str]]:
     """Parse the GPU part of ``nvidia-smi topo -m``, in the driver's numbering; "X" on the diagonal."""
     plain = re.sub(r"\x1b\[[0-9;]*m", "", text)
-    rows = [line.split() for line in plain.splitlines() if re.match(r"GPU\d+\s", line)]
+    # The head of the table names several GPUs.
+    rows = [line.split() for line in plain.splitlines() if re.match(r"GPU\d+\s+(?!GPU)", line)]
     # The columns after those of the GPUs are network cards and affinities.
     return [row[1 : 1 + len(rows)] for row in rows]
 
@@ -92,7 +93,10 @@ def _link_from_nvml(nvml: Any, a: Any, b: Any, gpus: Sequence[Any]) -> str:
     if a is b:
         return "X"
     if nvml.nvmlDeviceGetP2PStatus(a, b, nvml.NVML_P2P_CAPS_INDEX_NVLINK) != nvml.NVML_P2P_STATUS_OK:
-        level = nvml.nvmlDeviceGetTopologyCommonAncestor(a, b)
+        try:
+            level = nvml.nvmlDeviceGetTopologyCommonAncestor(a, b)
+        except nvml.NVMLError:  # as in some virtual machines
+            return "PCIe"
         return _PCIE_LEVELS.get(level, f"PCIe level {level}")
     addresses = {nvml.nvmlDeviceGetPciInfo(gpu).busId for gpu in gpus}
     elsewhere = addresses - {nvml.nvmlDeviceGetPciInfo(b).busId}

@@ -119,6 +119,9 @@ def exchange_in_launches() -> None:
         x = sent(comm, comm.rank, part, torch.int16, 9)
         assert comm.plan_all_to_all(x).chunks > 1
         assert_same_bits(comm.all_to_all(x), expected(comm, part, torch.int16, 9), "in launches")
+        x, buffer = placed(x, 5)
+        assert_same_bits(comm.all_to_all(x, x), expected(comm, part, torch.int16, 9), "in launches, in place")
+        assert_untouched_outside(buffer, x, "in launches, in place")
 
 
 @pytest.mark.parametrize("world", [2, 5])

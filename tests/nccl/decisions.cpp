@@ -124,6 +124,10 @@ void selections() {
     EXPECT(!name(selection, {Operation::kBroadcast, of, 8, ncclSum, 1}).empty());
   }
   EXPECT(!name(selection, {Operation::kBroadcast, ncclInt8, 8 << 20}).empty());
+  // The table has no row of all-to-all.
+  EXPECT(!name(selection, {Operation::kAllToAll, ncclInt8, 1 << 20}).empty());
+  EXPECT(name(selection, {Operation::kAllToAll, ncclInt8, (1 << 20) + 1}).empty());
+  EXPECT(!name(of_all, {Operation::kAllToAll, ncclInt8, (1 << 20) + 1}).empty());
   EXPECT(name(selection, {Operation::kBroadcast, ncclInt8, (8 << 20) + 1}).empty());
   Table other = table;
   other.rows.back().us.word = "3";

@@ -130,7 +130,7 @@ def test_tuning_says_which_groups_engines_leave_to_nccl(
     general = find_table("NVIDIA L40S", 4, 142, Config(), 89)
     monkeypatch.setattr(doctor, "tables_here", lambda _: {4: general})
     monkeypatch.setattr(doctor, "_uuid", lambda index: f"GPU-{index}")
-    monkeypatch.setattr(doctor, "why_too_slow", lambda uuids: f"no NVLink between {uuids[0]} and {uuids[3]}")
+    monkeypatch.setattr(doctor, "why_too_slow", lambda gpus: f"no NVLink between {gpus[0]} and {gpus[3]}")
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
     found = doctor.collect()["tuning"]["4 ranks"]

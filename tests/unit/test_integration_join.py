@@ -16,6 +16,7 @@ from llm_comm.config import EngineOptions
 from llm_comm.errors import CommunicatorError, ConfigError, LlmCommError, MissingRankError
 from llm_comm.integrations import joining, members
 from llm_comm.integrations.joining import AbsentRanksError, NotJoinedError, SwitchedOffError
+from llm_comm.nodes.topology import Topology
 from llm_comm.planning.tables import Origin
 
 
@@ -100,23 +101,30 @@ def test_a_rank_that_does_not_come() -> None:
 
 
 def objection_to_links(
-    monkeypatch: pytest.MonkeyPatch, options: dict[str, str], is_tuned: bool, *others: Any
+    monkeypatch: pytest.MonkeyPatch,
+    options: dict[str, str],
+    is_tuned: bool,
+    *others: Any,
+    topology: Topology | None = None,
 ) -> tuple[Any, Exception | None]:
     """What this rank says of its GPU, and its objection where the GPUs have no NVLink."""
     table = SimpleNamespace(origin=Origin(is_tuned=is_tuned))
-    monkeypatch.setattr(joining, "find_table", lambda *_: table)
+    worlds: list[int] = []
+    monkeypatch.setattr(joining, "find_table", lambda _, world, __: worlds.append(world) or table)
     monkeypatch.setattr(joining, "gpu_name", lambda _: "GPU-0")
     monkeypatch.setattr(joining, "why_too_slow", lambda gpus: f"PCIe: {gpus}")
     rendezvous = Vote(*others)
     config = EngineOptions.load(options)
-    objection = joining._objection_to_links(rendezvous, config, torch.device("cuda", 0))  # type: ignore[arg-type]
+    device = torch.device("cuda", 0)
+    objection = joining._objection_to_links(rendezvous, config, device, topology)  # type: ignore[arg-type]
+    assert worlds == [3 if topology is None else len(topology.ranks_here)]
     return rendezvous.said, objection
 
 
 def test_gpus_without_nvlink_need_a_table(monkeypatch: pytest.MonkeyPatch) -> None:
     _, objection = objection_to_links(monkeypatch, {}, False, "GPU-1", "GPU-2")
     assert isinstance(objection, NotJoinedError)
-    assert str(objection) == "PCIe: ['GPU-0', 'GPU-1', 'GPU-2']"
+    assert str(objection) == "PCIe: {0: 'GPU-0', 1: 'GPU-1', 2: 'GPU-2'}"
 
 
 @pytest.mark.parametrize(
@@ -135,6 +143,12 @@ def test_links_that_are_no_objection(
     assert objection_to_links(monkeypatch, options, is_tuned, *others)[1] is None
 
 
+def test_only_the_gpus_of_a_node_are_linked(monkeypatch: pytest.MonkeyPatch) -> None:
+    here = SimpleNamespace(ranks_here=(0, 2))
+    _, objection = objection_to_links(monkeypatch, {}, False, "GPU-1", "GPU-2", topology=here)  # type: ignore[arg-type]
+    assert str(objection) == "PCIe: {0: 'GPU-0', 2: 'GPU-2'}"
+
+
 def test_a_rank_that_is_lost_before_it_names_its_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(AbsentRanksError, match="a rank of the engine was lost"):
         objection_to_links(monkeypatch, {}, False, MissingRankError("gone"), None)
@@ -147,7 +161,7 @@ def test_a_rank_whose_gpu_does_not_answer_leaves_it_to_the_set_up(monkeypatch: p
     rendezvous = Vote("GPU-1", "GPU-2")
     monkeypatch.setattr(joining, "find_table", fail)
     device = torch.device("cuda", 0)
-    assert joining._objection_to_links(rendezvous, EngineOptions.load({}), device) is None  # type: ignore[arg-type]
+    assert joining._objection_to_links(rendezvous, EngineOptions.load({}), device, None) is None  # type: ignore[arg-type]
     assert rendezvous.said is None
 
 

@@ -24,11 +24,13 @@ Legend:
 
 
 def test_topology_of_nvidia_smi() -> None:
-    assert links.parse_topology(TOPOLOGY) == [
-        ["X", "NV18", "SYS"],
-        ["NV18", "X", "NODE"],
-        ["SYS", "NODE", "X"],
-    ]
+    # run_tool() takes the blanks before the head away.
+    for text in (TOPOLOGY, TOPOLOGY.strip()):
+        assert links.parse_topology(text) == [
+            ["X", "NV18", "SYS"],
+            ["NV18", "X", "NODE"],
+            ["SYS", "NODE", "X"],
+        ]
 
 
 def test_links_follow_cudas_numbering(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -95,14 +97,38 @@ def test_links_from_nvml(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_more_than_two_gpus_need_nvlink_between_all(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(links.importlib.util, "find_spec", lambda _: object())
     monkeypatch.setattr(links.importlib, "import_module", lambda _: FakeNvml())
-    assert links.why_too_slow(["a", "b", "c"]).startswith("GPUs of ranks 0 and 2 have no NVLink between them (SYS)")
-    assert links.why_too_slow(["a", "c"]) == ""
+    assert links.why_too_slow({0: "a", 1: "b", 2: "c"}).startswith(
+        "GPUs of ranks 0 and 2 have no NVLink between them (SYS)"
+    )
+    assert links.why_too_slow({0: "a", 1: "c"}) == ""
     # Ranks that share GPUs.
-    assert links.why_too_slow(["a", "a", "b", "b"]) == ""
-    assert links.why_too_slow(["b", "b", "a", "c"]).startswith("GPUs of ranks 0 and 3 have no NVLink")
+    assert links.why_too_slow(dict(enumerate(["a", "a", "b", "b"]))) == ""
+    assert links.why_too_slow({4: "b", 5: "b", 6: "a", 7: "c"}).startswith("GPUs of ranks 4 and 7 have no NVLink")
 
 
 def test_unknown_links_are_no_reason(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(links.importlib.util, "find_spec", lambda _: None)
     monkeypatch.setattr(links, "run_tool", lambda *_: None)
-    assert links.why_too_slow(["a", "b", "c"]) == ""
+    assert links.why_too_slow({0: "a", 1: "b", 2: "c"}) == ""
+
+
+def test_links_as_nvidia_smi_tells_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    outputs = {"topo": TOPOLOGY.strip(), "--query-gpu=uuid": "GPU-a\nGPU-b\nGPU-c"}
+    monkeypatch.setattr(links.importlib.util, "find_spec", lambda _: None)
+    monkeypatch.setattr(links, "run_tool", lambda _, option, *__: outputs[option])
+    gpus = {0: "GPU-a", 1: "GPU-b", 2: "GPU-c"}
+    assert links.why_too_slow(gpus).startswith("GPUs of ranks 0 and 2 have no NVLink between them (SYS)")
+    outputs["topo"] = outputs["topo"].replace("SYS", "NV18").replace("NODE", "NV6")
+    assert links.why_too_slow(gpus) == ""
+
+
+def test_a_level_that_nvml_does_not_tell_is_pcie(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: object) -> int:
+        raise FakeNvml.NVMLError
+
+    monkeypatch.setattr(FakeNvml, "nvmlDeviceGetTopologyCommonAncestor", fail)
+    monkeypatch.setattr(links.importlib.util, "find_spec", lambda _: object())
+    monkeypatch.setattr(links.importlib, "import_module", lambda _: FakeNvml())
+    assert links.why_too_slow({0: "a", 1: "b", 2: "c"}).startswith(
+        "GPUs of ranks 0 and 2 have no NVLink between them (PCIe)"
+    )

@@ -2,8 +2,8 @@
 // For option `wire`, and only for calls that permit it.
 //
 // The steps are those of push_hb.cuh. A rank keeps the quantized values of its own shard too, so all ranks get the same
-// bits. Blocks are counted from the beginning of a shard; the last one is filled up with zeros. In place the thread that
-// has loaded a line of the shard stores it. step_pipeline.cuh proves that the buffers may be reused.
+// bits. Blocks are counted from the beginning of a shard; the last one is filled up with zeros. In place the thread
+// that has loaded a line of the shard stores it. step_pipeline.cuh proves that the buffers may be reused.
 #pragma once
 
 #include "algorithms/all_gather/push_hb.cuh"

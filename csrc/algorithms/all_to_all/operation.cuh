@@ -36,7 +36,7 @@ struct AllToAll : ShardsOperation {
     return input(static_cast<uint32_t>(in_row / size), i - in_row + rank * size + in_row % size);
   }
 
-  // What this rank has for rank `to`, and where the shard of rank `from` goes.
+  // The shard for rank `to`, and the place of the shard from rank `from`.
   template <DataType D>
   static LLM_COMM_DEVICE ShardView<D> source(const ShardsArgs& args, uint32_t to) {
     return ShardView<D>(args.input, args.shards.shard[to], args.shards.row_elements, args.range);

@@ -1,5 +1,5 @@
-// All-to-all by push (HB): every rank stores each shard, chunk by chunk, to the staging memory of its rank, which copies it
-// to its place in the output. step_pipeline.cuh proves that the buffers may be reused.
+// All-to-all by push (HB): every rank stores each shard, chunk by chunk, to the staging memory of its rank. That rank
+// copies it to its place in the output. step_pipeline.cuh proves that the buffers may be reused.
 #pragma once
 
 #include "algorithms/all_to_all/operation.cuh"

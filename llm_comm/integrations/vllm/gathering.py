@@ -79,8 +79,9 @@ class _Gathering(CudaCommunicator):  # type: ignore[misc]
         if isinstance(input_, torch.Tensor):
             result = ours.all_gather("all_gatherv", input_, dim, sizes)
             return super().all_gatherv(input_, dim, sizes) if result is None else result
+        is_hidden = len(input_) > 1 and input_[0].dim() == 2 and input_[0].dtype in _HIDDEN
         results = [
-            ours.all_gather("all_gatherv", x, dim, sizes, lossy=place == 0 and x.dim() == 2 and x.dtype in _HIDDEN)
+            ours.all_gather("all_gatherv", x, dim, sizes, lossy=is_hidden and place == 0)
             for place, x in enumerate(input_)
         ]
         declined = [place for place, result in enumerate(results) if result is None]
