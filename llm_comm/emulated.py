@@ -175,7 +175,9 @@ def compile_library(code: str, name: str, options: Sequence[str], library: Path,
     # Symbols bind within the library: a kernel may have the name of a libc function ("wait") or of another kernel.
     alone = ["-Wl,-Bsymbolic", "-fno-gnu-unique"]
     defines = [f"-DLLM_COMM_{define}" for define in driver.defines]
-    flags = ["-std=c++20", "-O1", "-shared", "-fPIC", *alone, *defines, "-I", get_include(), *options]
+    # Without contraction to fused multiply-adds, results are the same bits on all CPUs.
+    language = ["-std=c++20", "-O1", "-ffp-contract=off"]
+    flags = [*language, "-shared", "-fPIC", *alone, *defines, "-I", get_include(), *options]
     source = library.with_suffix(".cpp")
     source.write_text(f'{code}\n#include "{driver.header}"\nLLM_COMM_{driver.macro}({name})\n', encoding="utf-8")
     archive = Path(get_library_dir(), driver.archive)

@@ -21,6 +21,8 @@ import zipfile
 from collections.abc import Iterator
 from pathlib import Path
 
+import old_abi
+
 REPOSITORY = Path(__file__).resolve().parents[1]
 POLICY = "manylinux_2_28"
 MOST_BYTES = 60_000_000
@@ -38,7 +40,7 @@ HELD_WITH_CUDA = ("lib/libllm_comm_cuda.so", "lib/libllm_comm_nccl.so")
 #: Libraries that every machine has, and the one that the wheel brings. Not CUDA's driver: it is looked up at run time,
 #: so that the module loads without one. Not CUDA's runtime: it is linked statically.
 MAY_NEED = {
-    "ld-linux-x86-64.so.2",
+    *old_abi.LOADERS.values(),
     "libc.so.6",
     "libdl.so.2",
     "libgcc_s.so.1",
@@ -48,6 +50,8 @@ MAY_NEED = {
     "librt.so.1",
     "libstdc++.so.6",
 }
+#: Number of a machine in the header of ELF files, by its name in tags.
+MACHINES = {"x86_64": 62, "aarch64": 183}
 
 
 def main() -> int:
@@ -78,6 +82,7 @@ def _faults(wheel: Path, with_cuda: bool) -> Iterator[str]:
         yield f"is not tagged {POLICY}"
     if f"-{version()}-" not in wheel.name:
         yield f"is not of version {version()}, which pyproject.toml names"
+    machine = wheel.stem.partition(f"{POLICY}_")[2]
     with zipfile.ZipFile(wheel) as archive, tempfile.TemporaryDirectory() as directory:
         names = archive.namelist()
         for name in (*HELD, *(HELD_WITH_CUDA if with_cuda else ())):
@@ -91,7 +96,10 @@ def _faults(wheel: Path, with_cuda: bool) -> Iterator[str]:
             if ".libs/" in name:
                 yield f"holds {name}, a library of the machine that built it"
             if re.search(r"\.so(\.\d+)*$", name):
-                yield from _linked_wrongly(Path(archive.extract(name, directory)), name)
+                library = Path(archive.extract(name, directory))
+                if machine and int.from_bytes(library.read_bytes()[18:20], "little") != MACHINES.get(machine):
+                    yield f"{name} is not for the machine that the tag names"
+                yield from _linked_wrongly(library, name)
 
 
 def _linked_wrongly(library: Path, name: str) -> Iterator[str]:

@@ -14,6 +14,7 @@ CMake is to be given.
 
 from __future__ import annotations
 
+import platform
 import re
 import subprocess
 import sys
@@ -38,17 +39,20 @@ LIBRARIES: Mapping[str, str] = {
     "rt": "librt.so.1",
     "stdc++": "libstdc++.so.6",
 }
+#: File name of the dynamic loader, by ``platform.machine()``.
+LOADERS: Mapping[str, str] = {"x86_64": "ld-linux-x86-64.so.2", "aarch64": "ld-linux-aarch64.so.1"}
 #: Names that headers of glibc 2.32 and newer bring in. Before 2.33 the C library had no stat() but only what it is made
-#: of here; ``__libc_single_threaded`` is a hint, and 0 is always right.
+#: of here: version 0 is the kernel's own struct, the only one on aarch64 and one of two on x86-64.
+#: ``__libc_single_threaded`` is a hint, and 0 is always right.
 _NEWER_THAN_HEADERS = """\
 struct stat;
 extern int __xstat(int version, const char* path, struct stat* result);
 extern int __fxstat(int version, int file, struct stat* result);
 extern int __lxstat(int version, const char* path, struct stat* result);
 char __libc_single_threaded = 0;
-int stat(const char* path, struct stat* result) { return __xstat(1, path, result); }
-int fstat(int file, struct stat* result) { return __fxstat(1, file, result); }
-int lstat(const char* path, struct stat* result) { return __lxstat(1, path, result); }
+int stat(const char* path, struct stat* result) { return __xstat(0, path, result); }
+int fstat(int file, struct stat* result) { return __fxstat(0, file, result); }
+int lstat(const char* path, struct stat* result) { return __lxstat(0, path, result); }
 """
 
 
@@ -141,7 +145,7 @@ def make(directory: Path) -> None:
             (directory / f"lib{name}.so").symlink_to(file)
     # As the C library's own: what every shared library has of its own, such as atexit(), is in an archive beside it.
     shared_part = _place_of("libc_nonshared.a")
-    loader = _place_of("ld-linux-x86-64.so.2")
+    loader = _place_of(LOADERS[platform.machine()])
     (directory / "libc.so").write_text(f"GROUP ( {directory / 'libc.so.6'} {shared_part} AS_NEEDED ( {loader} ) )\n")
     source, compiled = directory / "old_abi.c", directory / "old_abi.o"
     source.write_text(_NEWER_THAN_HEADERS)

@@ -61,6 +61,10 @@ void Executor::run(const LaunchConfig& config, const std::function<void()>& kern
     throw std::invalid_argument("emulator: " + std::to_string(config.blocks) + " blocks are no whole clusters of " +
                                 std::to_string(config.cluster_blocks));
   }
+  // Stores of earlier grids and copies of this OS thread are performed before those of this grid, as step 3 of
+  // operation.cuh ("Reuse") requires. Otherwise a CPU with weak memory order could perform a reset of a line after a peer
+  // has written the line again, which loses the peer's data.
+  fence_system();
   drawing = &random_;
   draw_order(config.blocks / config.cluster_blocks);
   int fruitless_rounds = 0;

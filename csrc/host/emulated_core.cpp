@@ -163,8 +163,9 @@ class EmulatedMemory {
   HostMailbox* mailbox() const { return mailbox_.get(); }
   void leave_to_graphs() {}
   void read(void* to, const char* from, uint64_t bytes) const { std::memcpy(to, from, bytes); }
+  // Acquires, so that words are read in the order of the calls, as the copies of a stream are.
   std::optional<uint64_t> read_soon(const char* from) const {
-    return load_relaxed(reinterpret_cast<const uint64_t*>(from));
+    return load_acquire(reinterpret_cast<const uint64_t*>(from));
   }
 
  private:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import platform
 import shutil
 import subprocess
 import zipfile
@@ -35,7 +36,7 @@ class Wheel:
     def __init__(self, tool: ModuleType, directory: Path) -> None:
         self.tool = tool
         self.directory = directory
-        self.name = f"llm_comm-{tool.version()}-cp312-cp312-manylinux_2_28_x86_64.whl"
+        self.name = f"llm_comm-{tool.version()}-cp312-cp312-manylinux_2_28_{platform.machine()}.whl"
         library = shared_library(directory / "fine.so", "-Wl,-rpath,$ORIGIN/lib")
         self.files: dict[str, bytes] = {
             f"llm_comm/{name}": library.read_bytes() if name.endswith(".so") else b"x"
@@ -78,6 +79,12 @@ def test_a_wheel_of_emulated_gpus_has_no_cuda_libraries(wheel: Wheel) -> None:
 def test_what_is_missing(wheel: Wheel, lost: str, fault: str) -> None:
     del wheel.files[lost]
     assert wheel.faults() == [fault]
+
+
+def test_libraries_of_another_machine(wheel: Wheel) -> None:
+    wheel.name = wheel.name.replace(platform.machine(), "riscv64")
+    libraries = sorted(name for name in wheel.files if name.endswith(".so"))
+    assert sorted(wheel.faults()) == [f"{name} is not for the machine that the tag names" for name in libraries]
 
 
 @pytest.mark.parametrize("driver", ["libcuda.so.1", "libcudart.so.13", "libnccl.so.2"])

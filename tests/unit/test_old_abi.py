@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-import ctypes
+import os
+import platform
 import re
 import shutil
 import subprocess
@@ -47,6 +48,9 @@ extern "C" __attribute__((visibility("default"))) int sum_of_parts(double value)
 }
 """
 
+MACHINE = platform.machine()
+CROSS = "aarch64-linux-gnu-"
+
 pytestmark = pytest.mark.skipif(
     any(shutil.which(program) is None for program in ("gcc", "g++", "ar", "objdump")), reason="needs gcc and binutils"
 )
@@ -57,20 +61,36 @@ def old_abi() -> Iterator[ModuleType]:
     yield from tool("old_abi")
 
 
-@pytest.fixture(scope="module")
-def library(old_abi: ModuleType, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """``SOURCE``, linked as libraries of a wheel are."""
+@pytest.fixture(scope="module", params=["native", "aarch64"])
+def library(
+    request: pytest.FixtureRequest, old_abi: ModuleType, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Path]:
+    """``SOURCE``, linked as libraries of a wheel are: with the compiler of this machine, or a cross compiler under the
+    names of the tools."""
     directory = tmp_path_factory.mktemp("old_abi")
+    with pytest.MonkeyPatch.context() as patch:
+        if request.param == "aarch64":
+            if shutil.which(f"{CROSS}g++") is None:
+                pytest.skip(f"no {CROSS}g++")
+            for program in ("gcc", "g++", "ar", "objdump"):
+                (directory / program).symlink_to(str(shutil.which(CROSS + program)))
+            patch.setenv("PATH", str(directory), prepend=os.pathsep)
+            patch.setattr(platform, "machine", lambda: "aarch64")
+        yield linked(old_abi, directory)
+
+
+def linked(old_abi: ModuleType, directory: Path) -> Path:
     old_abi.make(directory)
     options = old_abi.linker_options(directory)
-    source, compiled, linked = (directory / name for name in ("parts.cpp", "parts.o", "parts.so"))
+    source, compiled, built = (directory / name for name in ("parts.cpp", "parts.o", "built/parts.so"))
+    built.parent.mkdir()  # without the stand-ins, which a program would load
     source.write_text(SOURCE)
     subprocess.run(["g++", "-std=c++20", "-O2", "-fPIC", "-c", str(source), "-o", str(compiled)], check=True)
     flags = options["CMAKE_SHARED_LINKER_FLAGS"].split()
     libraries = options["CMAKE_CXX_STANDARD_LIBRARIES"].split()
-    command = ["g++", "-shared", "-Wl,-z,defs", *flags, str(compiled), *libraries, "-o", str(linked)]
+    command = ["g++", "-shared", "-Wl,-z,defs", *flags, str(compiled), *libraries, "-o", str(built)]
     subprocess.run(command, check=True)
-    return linked
+    return built
 
 
 def test_every_version_that_it_asks_for_is_old(old_abi: ModuleType, library: Path) -> None:
@@ -86,9 +106,14 @@ def test_what_was_a_library_of_its_own_is_loaded_with_it(library: Path) -> None:
 
 
 def test_it_runs(library: Path) -> None:
-    sum_of_parts = ctypes.CDLL(str(library)).sum_of_parts
-    sum_of_parts.argtypes = [ctypes.c_double]
-    assert sum_of_parts(2.25) == 127
+    program = library.with_name("program")
+    source = "int sum_of_parts(double); int main() { return sum_of_parts(2.25); }"
+    flags = ["-x", "c", "-", "-x", "none", str(library), f"-Wl,-rpath,{library.parent}", "-o", str(program)]
+    subprocess.run(["gcc", *flags], input=source, text=True, check=True)
+    emulated = ["qemu-aarch64-static", "-L", "/usr/aarch64-linux-gnu"] if platform.machine() != MACHINE else []
+    if emulated and shutil.which(emulated[0]) is None:
+        pytest.skip(f"no {emulated[0]}")
+    assert subprocess.run([*emulated, str(program)], check=False).returncode == 127
 
 
 def test_the_newest_version_that_is_old_enough_is_taken(old_abi: ModuleType) -> None:

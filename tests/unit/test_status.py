@@ -76,6 +76,23 @@ def test_page_that_is_being_written(page: mmap.mmap, offset: int) -> None:
     assert look(page) is None
 
 
+def test_states_are_whole_while_another_process_writes(page: mmap.mmap) -> None:
+    """Texts of all lengths that a page takes, each twice in its state."""
+    writer = os.fork()
+    if writer == 0:
+        for number in range(20000):
+            text = str(number) * (number % 90 + 1)
+            StatusBoard(0, {0: page}).publish(replace(STATE, last_call=text, remark=text))
+        os._exit(0)
+    seen = set()
+    while os.waitpid(writer, os.WNOHANG) == (0, 0):
+        state = look(page)
+        if state is not None:
+            assert state.last_call == state.remark
+            seen.add(state.last_call)
+    assert len(seen) > 1
+
+
 def test_longest_texts_fit(page: mmap.mmap) -> None:
     """No caller has to bound what it says: remarks and brief forms may name hundreds of ranks."""
     for letter in "e", "é", "\n", "\0", "\N{GRINNING FACE}":  # JSON writes all but the first at length
