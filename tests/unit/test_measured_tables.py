@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import errno
+import itertools
 import json
 import logging
 import multiprocessing
-from collections.abc import Callable
+import signal
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -139,27 +141,26 @@ def test_a_user_without_a_home(monkeypatch: pytest.MonkeyPatch, caplog: pytest.L
     assert not warnings(caplog)
 
 
-def _write(path: Path, name: str, start: Any) -> None:
-    start.wait()
-    for _ in range(300):
+def _write(path: Path, name: str, times: Iterable[int]) -> None:
+    for _ in times:
         files.replace_json(path, {"name": name, "filling": name * 4000})
 
 
 def test_processes_that_write_at_once(tmp_path: Path) -> None:
     """What is read is of one of them and whole, also where one was killed while it wrote."""
     path = tmp_path / "file.json"
-    files.replace_json(path, {"name": "a", "filling": "a" * 4000})
+    _write(path, "a", range(1))
+    # They share no lock: a process that is killed would keep it.
     processes = multiprocessing.get_context("fork")
-    start = processes.Event()
-    writers = [processes.Process(target=_write, args=(path, name, start)) for name in "abc"]
+    of_names = {"a": itertools.count(), "b": range(300), "c": range(300)}
+    writers = [processes.Process(target=_write, args=(path, *of_name)) for of_name in of_names.items()]
     for writer in writers:
         writer.start()
-    start.set()
-    writers[0].kill()
-    while any(writer.is_alive() for writer in writers):
+    for reads in itertools.count():
         content = json.loads(path.read_text())
         assert content["filling"] == content["name"] * 4000
-    for writer in writers[1:]:
-        writer.join()
-        assert writer.exitcode == 0
-    writers[0].join()
+        if reads == 20:
+            writers[0].kill()
+        if reads > 20 and not any(writer.is_alive() for writer in writers):
+            break
+    assert [writer.exitcode for writer in writers] == [-signal.SIGKILL, 0, 0]
