@@ -60,7 +60,7 @@ class GatherScatter:
         """
         # Host time of a call is measured and bounded: this path avoids every Python call that it can.
         if _is_compiling() or type(x) is not _Tensor or _is_watched():
-            return self._dispatch(self._gathers(lossy), x, dim, sizes, out, lossy)
+            return self._dispatch(self._gathers(lossy), x, dim, sizes, out)
         return self._lossy_all_gather(x, dim, sizes, out) if lossy else self._all_gather(x, dim, sizes, out)
 
     def reduce_scatter(self, x: Any, dim: int = 0, sizes: Sizes | None = None, out: Any = None) -> Any:
@@ -110,9 +110,7 @@ class GatherScatter:
             CommunicatorError: This or an earlier call has failed, see ``all_reduce``.
         """
         if _is_compiling() or type(x) is not _Tensor or _is_watched():
-            if isinstance(x, _Tensor):
-                return self._dispatch(self._operations.all_to_all, x, 0, None, out)
-            return arrays.call(self.all_to_all, x, out)
+            return self._dispatch(self._operations.all_to_all, x, 0, None, out)
         return self._all_to_all(x, 0, None, out)
 
     def try_all_gather(
@@ -153,15 +151,14 @@ class GatherScatter:
     def _gathers(self, lossy: bool) -> ShardsOperation:
         return self._operations.lossy_all_gather if lossy else self._operations.all_gather
 
-    def _dispatch(
-        self, operation: ShardsOperation, x: Any, dim: int, sizes: Sizes | None, out: Any, *lossy: bool
-    ) -> Any:
+    def _dispatch(self, operation: ShardsOperation, x: Any, dim: int, sizes: Sizes | None, out: Any) -> Any:
         """Handle arrays, tensor subclasses and traced tensors: through the registered torch operator, or as an
         array."""
-        if isinstance(x, _Tensor):
+        if not isinstance(x, _Tensor):
+            return arrays.call(lambda x, out: self._dispatch(operation, x, dim, sizes, out), x, out)
+        if _is_compiling() or type(x) is not _Tensor or _is_watched():
             return torch_operators.on_shards(operation, x, dim, sizes, out, self.name)
-        method: Callable[..., Any] = getattr(self, operation.name)
-        return arrays.call(lambda x, out: method(x, dim, sizes, out, *lossy), x, out)
+        return operation.run(x, dim, sizes, out)
 
     # ---- Queries ------------------------------------------------------------------------------------------------
 

@@ -149,6 +149,7 @@ def exchange_arrays() -> None:
         result = comm.all_to_all(x)
         assert isinstance(result, np.ndarray)
         assert_same_bits(torch.from_numpy(result), wanted, "a new array")
+        assert_same_bits(torch.from_numpy(comm.try_all_to_all(x)), wanted, "a new array, if it is accepted")
         out = np.zeros_like(x)
         assert comm.all_to_all(x, out) is out
         assert_same_bits(torch.from_numpy(out), wanted, "an array as out")

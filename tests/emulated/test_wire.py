@@ -383,6 +383,8 @@ def gather_by_operators_and_arrays() -> None:
         expected = comm.all_gather(x, lossy=True)
         assert not torch.equal(expected, comm.all_gather(x))
         assert_bitwise_equal(torch.from_numpy(comm.all_gather(x.numpy(), lossy=True)), expected, "an array")
+        tried = torch.from_numpy(comm.try_all_gather(x.numpy(), lossy=True))
+        assert_bitwise_equal(tried, expected, "an array, if it is accepted")
 
 
 def test_lossy_all_gathers_of_compiled_graphs_and_arrays(ranks: RankPool) -> None:

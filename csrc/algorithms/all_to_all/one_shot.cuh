@@ -14,8 +14,8 @@ template <DataType D>
 LLM_COMM_KERNEL(kMaxShardThreads)
 all_to_all_one_shot(LLM_COMM_KERNEL_PARAM ShardsArgs args) {
   exchange_by_line_and_rank<D>(
-      args, kAllToAllOneShot, [&](uint32_t peer) { return AllToAll::source<D>(args, peer); },
-      [&](uint32_t peer) { return AllToAll::target<D>(args, peer); });
+      args, kAllToAllOneShot, [&](uint32_t peer) { return AllToAll::shard<D>(args, args.input, peer); },
+      [&](uint32_t peer) { return AllToAll::shard<D>(args, args.output, peer); });
 }
 
 // ---- Descriptor ----------------------------------------------------------------------------------------------------

@@ -36,14 +36,10 @@ struct AllToAll : ShardsOperation {
     return input(static_cast<uint32_t>(in_row / size), i - in_row + rank * size + in_row % size);
   }
 
-  // The shard for rank `to`, and the place of the shard from rank `from`.
+  // Shard in `tensor`, the input or the output, for or from a rank.
   template <DataType D>
-  static LLM_COMM_DEVICE ShardView<D> source(const ShardsArgs& args, uint32_t to) {
-    return ShardView<D>(args.input, args.shards.shard[to], args.shards.row_elements, args.range);
-  }
-  template <DataType D>
-  static LLM_COMM_DEVICE ShardView<D> target(const ShardsArgs& args, uint32_t from) {
-    return ShardView<D>(args.output, args.shards.shard[from], args.shards.row_elements, args.range);
+  static LLM_COMM_DEVICE ShardView<D> shard(const ShardsArgs& args, const void* tensor, uint32_t rank) {
+    return ShardView<D>(tensor, args.shards.shard[rank], args.shards.row_elements, args.range);
   }
 };
 

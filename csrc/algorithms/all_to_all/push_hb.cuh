@@ -15,8 +15,8 @@ LLM_COMM_KERNEL(max_hb_threads(kAllToAllTeams))
 all_to_all_push_hb(LLM_COMM_KERNEL_PARAM ShardsArgs args) {
   const uint32_t block = block_number(args.comm);
   const uint32_t rank = args.comm.rank;
-  const auto source_of = [&](uint32_t owner) { return AllToAll::source<D>(args, owner); };
-  const auto target_of = [&](uint32_t owner) { return AllToAll::target<D>(args, owner); };
+  const auto source_of = [&](uint32_t owner) { return AllToAll::shard<D>(args, args.input, owner); };
+  const auto target_of = [&](uint32_t owner) { return AllToAll::shard<D>(args, args.output, owner); };
   const ShardView<D> own = source_of(rank);
   const ShardView<D> copy = target_of(rank);
 
