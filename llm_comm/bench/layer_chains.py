@@ -200,7 +200,7 @@ def call_of_choice(
 def choices_of(
     comm: Communicator, x: torch.Tensor, out: torch.Tensor, scales: Sequence[torch.Tensor], silu: bool
 ) -> list[_core.LinearChoice]:
-    """Return candidate tilings of a layer in ascending order of the time that the kernel's model estimates."""
+    """Return candidate tilings of a layer: the kernel's own, then others by the time that its model estimates."""
     return comm._handle.core().linear_choices(**problem_of(x, out, scales, silu))
 
 

@@ -162,9 +162,10 @@ def test_a_recorder_without_cuda_says_so_in_its_file(tmp_path: Path, monkeypatch
 
 def test_sections_are_split_at_marks() -> None:
     mark = "at::cuda::spin_kernel(long)"
-    names = ["before", mark, mark, "a", "b", mark, "a", mark]
+    first, second = ["a", "b"] * 10, ["a"] * 20
+    names = ["before", mark, mark, *first, mark, "of another thread", mark, *second, mark]
     events = [(start, 1, name, 7) for start, name in enumerate(names)]
-    assert [[name for _, _, name, _ in part] for part in sections(events[::-1])] == [["a", "b"], ["a"]]
+    assert [[name for _, _, name, _ in part] for part in sections(events[::-1])] == [first, second]
     assert sections([]) == []
 
 

@@ -24,6 +24,7 @@ FP8_STEP = _core.linear_fp8_multiple
 MOST = _core.linear_max_tokens
 MANY = _core.linear_max_many_tokens
 CPU = torch.device("cpu")
+EMULATED = {"sm_count": 4, "max_shared_bytes": 227 << 10}
 
 
 def layers_of(core: Any, epilogue: str = "none", many_tokens: bool = False) -> Linear:
@@ -130,6 +131,23 @@ def test_choices_worth_a_try(tokens: int, inputs: int) -> None:
         assert len(found) == 1 if tokens > MOST else len(found) > 1
         for choice in choices:
             core.prepare_linear(**layer, choice=choice)
+        own = _core.linear_choice(**layer, choice=_core.LinearChoice(), **EMULATED)
+        assert found[0] == (own.block_outputs, own.stages, own.stage_boxes)
+
+
+def test_layers_of_few_outputs_have_deep_rings_to_time() -> None:
+    """The kernel does not choose one itself."""
+    (core,) = connected(1)
+    layer = {
+        "epilogue": "none",
+        "tokens": 1,
+        "inputs": 8192,
+        "outputs": 1280,
+        "data_type": list(registry.data_types()).index("bf16"),
+    }
+    own = _core.linear_choice(**layer, choice=_core.LinearChoice(), **{**EMULATED, "sm_count": 132})
+    assert (own.block_outputs, own.stages, own.stage_boxes) == (16, 7, 4)
+    assert {(9, 8), (12, 4)} < {(choice.stages, choice.stage_boxes) for choice in core.linear_choices(**layer)}
 
 
 @pytest.mark.parametrize("data_type", registry.data_types())

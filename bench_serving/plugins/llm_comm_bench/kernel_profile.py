@@ -22,11 +22,17 @@ Event = tuple[int, int, str, int]
 
 
 def sections(events: Iterable[Event]) -> list[list[Event]]:
-    """Split (start, duration, name, stream) in nanoseconds, in order of time, at the marks. Drop what precedes them."""
+    """Split (start, duration, name, stream) in nanoseconds, in order of time, at the marks. Drop what precedes them.
+
+    Also drop fewer than ``_MARKS`` kernels in a row between marks: another thread of the engine launched them while the
+    marks ran.
+    """
     found: list[list[Event]] = []
     after_mark = False
     for event in sorted(events):
         if _MARK in event[2]:
+            if found and not after_mark and len(found[-1]) < _MARKS:
+                found.pop()
             after_mark = True
         elif after_mark:
             found.append([event])

@@ -1,9 +1,11 @@
 #include "algorithms/linear/layer.h"
 
 #include <algorithm>
+#include <span>
 #include <stdexcept>
 #include <string>
 #include <utility>
+#include <vector>
 
 #include "algorithms/linear/cost.h"
 
@@ -18,7 +20,11 @@ struct Ring {
   uint32_t stages, stage_boxes;
 };
 constexpr Ring kRings[] = {{8, 1},  {12, 1}, {16, 1}, {4, 2}, {5, 2}, {6, 2}, {8, 2}, {10, 2},
-                           {12, 2}, {16, 2}, {3, 4},  {4, 4}, {5, 4}, {7, 4}, {3, 8}};
+                           {12, 2}, {16, 2}, {3, 4},  {4, 4}, {5, 4}, {7, 4}, {3, 8}, {9, 4},
+                           {12, 4}, {16, 4}, {5, 8},  {6, 8}, {7, 8}, {9, 8}};
+// The time model was fitted to the first of them, and the kernel chooses among these. The others, which fit where a
+// block has few outputs and tokens, keep more bytes in flight.
+constexpr std::span<const Ring> kFittedRings = std::span(kRings).first<15>();
 // Fewest thread blocks for each multiprocessor that candidate tilings may have. The time model was fitted to no fewer.
 constexpr double kFewestBlocks = 0.4;
 // Shared memory of a multiprocessor that the driver reserves for each resident block, from sm_80 on (CUDA C++
@@ -83,17 +89,18 @@ double cost_of(const LinearProblem& problem, const LinearChoice& choice, uint32_
               sm_count);
 }
 
-// Candidate tilings that fit into shared memory, with their costs in ascending order. `block_outputs`: only tilings
-// with this value; 0: with any.
-std::vector<std::pair<double, LinearChoice>> fitting(const LinearProblem& problem, uint32_t block_outputs,
-                                                     uint32_t sm_count, uint32_t max_shared_bytes) {
+// Candidate tilings with `rings` that fit into shared memory, with their costs in ascending order. `block_outputs`:
+// only tilings with this value; 0: with any.
+std::vector<std::pair<double, LinearChoice>> fitting(const LinearProblem& problem, std::span<const Ring> rings,
+                                                     uint32_t block_outputs, uint32_t sm_count,
+                                                     uint32_t max_shared_bytes) {
   std::vector<std::pair<double, LinearChoice>> found;
   const uint32_t step = rows_of_line(problem), boxes = boxes_of_row(problem);
   for (uint32_t outputs = step; outputs <= kMaxBlockOutputs; outputs += step) {
     if (block_outputs != 0 && outputs != block_outputs) continue;
     const bool leaves_idle = divide_up(weight_rows(problem), outputs) < kFewestBlocks * sm_count;
     if (block_outputs == 0 && outputs > step && leaves_idle) break;
-    for (const Ring& ring : kRings) {
+    for (const Ring& ring : rings) {
       const uint32_t stage_boxes = std::min(ring.stage_boxes, boxes);
       const LinearChoice choice{outputs, std::min(ring.stages, divide_up(boxes, stage_boxes)), stage_boxes};
       const bool is_one_fetch = choice.stages == 1 && boxes > 1;
@@ -149,8 +156,10 @@ uint32_t stage_bytes(const LinearProblem& problem, const LinearChoice& choice) {
 std::vector<LinearChoice> choices(const LinearProblem& problem, uint32_t sm_count, uint32_t max_shared_bytes) {
   check(problem);
   if (problem.tokens > kMaxTokens) return {complete(problem, {}, sm_count, max_shared_bytes)};
-  std::vector<LinearChoice> found;
-  for (const auto& [cost, choice] : fitting(problem, 0, sm_count, max_shared_bytes)) found.push_back(choice);
+  std::vector<LinearChoice> found{complete(problem, {}, sm_count, max_shared_bytes)};
+  for (const auto& [cost, choice] : fitting(problem, kRings, 0, sm_count, max_shared_bytes)) {
+    if (choice != found.front()) found.push_back(choice);
+  }
   return found;
 }
 
@@ -159,7 +168,7 @@ LinearChoice complete(const LinearProblem& problem, const LinearChoice& choice, 
   check(problem);
   LinearChoice all = choice;
   if (problem.tokens <= kMaxTokens && all.stages == 0 && all.stage_boxes == 0) {
-    const auto found = fitting(problem, all.block_outputs, sm_count, max_shared_bytes);
+    const auto found = fitting(problem, kFittedRings, all.block_outputs, sm_count, max_shared_bytes);
     if (!found.empty()) all = found.front().second;
   }
   // Tiles of 128 or 256 tokens are large. More stages of one tile each hide more latency than fewer stages of two.

@@ -74,8 +74,9 @@ constexpr BoxUse use_of_weight(uint32_t tokens) { return token_tiles(tokens) > 1
 
 // Throws std::invalid_argument for a problem that the kernels serve with no tiling.
 void check(const LinearProblem& problem);
-// Tilings worth timing on a device, in ascending order of the time model's estimate (cost.h). For more than kMaxTokens
-// tokens only the default tiling. `max_shared_bytes`: shared memory available to one thread block.
+// Tilings worth timing on a device: the kernel's own choice, then others in ascending order of the time model's
+// estimate (cost.h). For more than kMaxTokens tokens only the own choice. `max_shared_bytes`: shared memory available
+// to one thread block.
 std::vector<LinearChoice> choices(const LinearProblem& problem, uint32_t sm_count, uint32_t max_shared_bytes);
 // Returns `choice` with its zero fields filled in for a device with `sm_count` multiprocessors. Throws
 // std::invalid_argument for a tiling that the kernel does not support or that exceeds `max_shared_bytes`.
