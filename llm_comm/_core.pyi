@@ -21,6 +21,8 @@ linear_max_many_tokens: int
 linear_multiple: int
 linear_fp8_multiple: int
 linear_max_features: int
+experts_max: int
+experts_max_top_k: int
 #: Granularities of the scales of FP8 elements.
 SCALE_OF_TENSOR: int
 SCALE_OF_ROW: int
@@ -352,6 +354,22 @@ class Core:
         x_scale_strides: tuple[int, int] | None = None,
         counter: Counter | None = None,
         **problem: Unpack[_LinearProblem],
+    ) -> Callable[..., bool]: ...
+    # Experts of few tokens, two launches. The function takes the addresses of x, gate_up_weight, down_weight, topk_ids,
+    # topk_weights, the state between the layers, out, and a stream. Choices: tilings of the two layers.
+    def prepare_experts(
+        self,
+        *,
+        tokens: int,
+        top_k: int,
+        experts: int,
+        hidden: int,
+        intermediate: int,
+        data_type: int,
+        epilogue: Epilogue,
+        gate_up: LinearChoice = ...,
+        down: LinearChoice = ...,
+        counter: Counter | None = None,
     ) -> Callable[..., bool]: ...
     # Load a DSL kernel and return its number. ``image``: a cubin, or for emulated GPUs the path of a shared library.
     def load_program(self, image: bytes, kernel: str, title: str) -> int: ...

@@ -22,6 +22,7 @@ from llm_comm.operations import torch_operators
 from llm_comm.operations.all_reduce import AllReduce
 from llm_comm.operations.all_reduce_add_rms_norm import AllReduceAddRmsNorm
 from llm_comm.operations.all_reduce_ops import AllReduceOps
+from llm_comm.operations.experts import ExpertLayers, Experts
 from llm_comm.operations.gather_scatter import GatherScatter
 from llm_comm.operations.generic import GenericOperations
 from llm_comm.operations.linear import Linear
@@ -42,7 +43,7 @@ from llm_comm.runtime.symmetric_heap import SymmetricHeap
 logger = logging.getLogger("llm_comm")
 
 
-class Communicator(AllReduceOps, GatherScatter, LinearLayers):
+class Communicator(AllReduceOps, GatherScatter, LinearLayers, ExpertLayers):
     """Collectives of the ranks of one process group: all-reduce, all-gather, reduce-scatter, and fused forms of them.
 
     The ranks are on one machine, or on several with equally many ranks each. Construction is collective: all ranks get
@@ -117,6 +118,7 @@ class Communicator(AllReduceOps, GatherScatter, LinearLayers):
             LinearAllReduce(self._handle, layers, sums),
             LinearAllReduceAddRmsNorm(self._handle, layers, norms),
         )
+        self._experts = Experts(*common)
         self._other_operations = GenericOperations(*common, why_none)
         # Bound at set-up to save attribute look-ups in calls.
         self._all_reduce = self._operations.all_reduce.run
@@ -348,6 +350,7 @@ class Communicator(AllReduceOps, GatherScatter, LinearLayers):
         self._operations.linear_silu_and_mul.forget()
         self._operations.linear_gelu_tanh_and_mul.forget()
         self._operations.batch_invariant_linear.forget()
+        self._experts.forget()
         self._other_operations.forget()
 
     def check(self) -> None:

@@ -11,6 +11,7 @@
 #include <vector>
 
 #include "algorithms/launch_shape.h"
+#include "algorithms/linear/experts.h"
 #include "algorithms/linear/problem.h"
 
 namespace llm_comm::host {
@@ -212,6 +213,11 @@ class Core {
   // The kernel reads the weight, its scales and the bias before earlier grids of the stream have ended. Whatever writes
   // them must have ended before the call.
   virtual std::unique_ptr<PreparedCall> prepare_linear(const LinearProblem& problem, const LinearChoice& choice) = 0;
+
+  // Prepares experts, two launches that involve no other rank (experts.h). Throws std::invalid_argument if they or the
+  // device do not serve the problem. Buffers of the call: experts::kInfo.
+  virtual std::unique_ptr<PreparedCall> prepare_experts(const experts::Problem& problem, const experts::Choice& gate_up,
+                                                        const experts::Choice& down) = 0;
 
   // Loads a DSL kernel and returns the number that prepare_program() takes. `image`: a cubin; for an emulated GPU the
   // path of a shared library. `title`: name of its calls in error messages. All ranks load the same kernels in the same

@@ -18,6 +18,7 @@
 #include "host/launch_queue.h"
 #include "host/own_header.h"
 #include "host/ports.h"
+#include "host/prepared_experts.h"
 #include "host/prepared_linear.h"
 #include "host/prepared_program.h"
 #include "host/programs.h"
@@ -230,6 +231,12 @@ class CoreImpl final : public Core {
 
   std::unique_ptr<PreparedCall> prepare_linear(const LinearProblem& problem, const LinearChoice& choice) override {
     return std::make_unique<PreparedLinear<Launcher>>(launcher_, queue_.call_mutex(), *comm_.mailbox, problem, choice);
+  }
+
+  std::unique_ptr<PreparedCall> prepare_experts(const experts::Problem& problem, const experts::Choice& gate_up,
+                                                const experts::Choice& down) override {
+    return std::make_unique<PreparedExperts<Launcher>>(launcher_, queue_.call_mutex(), *comm_.mailbox, problem, gate_up,
+                                                       down);
   }
 
   uint32_t load_program(const std::string& image, const std::string& kernel, const std::string& title) override {

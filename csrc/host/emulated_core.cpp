@@ -234,8 +234,9 @@ class EmulatedLauncher {
   uint32_t sm_count() const { return kEmulatedMultiprocessors; }
   uint32_t max_shared_bytes() const { return kEmulatedSharedBytes; }
   bool multiplies_fp8() const { return true; }
-  void permit_shared_bytes(Function<LinearArgs>) const {}
-  void map_matrix(MatrixView&, uint32_t, uint32_t, uint32_t, BoxUse) const {}
+  template <class Args>
+  void permit_shared_bytes(void (*)(Args)) const {}
+  void map_matrix(MatrixView&, uint32_t, uint32_t, uint32_t, uint32_t, BoxUse) const {}
   template <class Function>
   bool has_room_for_cluster(const Function&, const Grid&) const {
     return true;

@@ -5,7 +5,8 @@
 #include <vector>
 
 #include "algorithms/algorithm.h"
-#include "algorithms/linear/layer.h"  // layers that are supported
+#include "algorithms/linear/experts.h"  // experts that are supported
+#include "algorithms/linear/layer.h"    // layers that are supported
 
 namespace llm_comm::host {
 

@@ -77,7 +77,7 @@ class PreparedLinear final : public PreparedCall {
   MatrixView view(uint64_t address, uint32_t rows, uint32_t box_rows, uint32_t parts, BoxUse use) const {
     MatrixView matrix{
         {}, reinterpret_cast<const void*>(address), rows, problem_.inputs * operand_bytes(problem_.operands)};
-    launcher_.map_matrix(matrix, parts, box_rows, choice_.stage_boxes, use);
+    launcher_.map_matrix(matrix, parts, parts == 1 ? 0 : parts, box_rows, choice_.stage_boxes, use);
     return matrix;
   }
 

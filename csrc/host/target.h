@@ -98,8 +98,8 @@ concept TargetLauncher =
 
       // Allows launches of `function` to use max_shared_bytes().
       launcher.permit_shared_bytes(function);
-      // Fills in target-specific fields of a matrix view: (matrix, parts, box_rows, boxes, use).
-      launcher.map_matrix(matrix, number, number, number, use);
+      // Fills in target-specific fields of a matrix view: (matrix, parts, box_parts, box_rows, boxes, use).
+      launcher.map_matrix(matrix, number, number, number, number, use);
 
       // True if graphs may still launch kernels.
       { launcher.has_been_captured() } -> std::same_as<bool>;

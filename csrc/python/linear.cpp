@@ -55,6 +55,8 @@ void add_linear(py::module_& module) {
   module.attr("linear_multiple") = linear::kMultiple;
   module.attr("linear_fp8_multiple") = linear::inputs_multiple(OperandType::kFloat8);
   module.attr("linear_max_features") = linear::kMaxFeatures;
+  module.attr("experts_max") = experts::kMaxExperts;
+  module.attr("experts_max_top_k") = experts::kMaxTopK;
   module.attr("SCALE_OF_TENSOR") = static_cast<uint32_t>(ScaleOf::kTensor);
   module.attr("SCALE_OF_ROW") = static_cast<uint32_t>(ScaleOf::kRow);
   module.attr("SCALE_OF_BLOCK") = static_cast<uint32_t>(ScaleOf::kBlock);

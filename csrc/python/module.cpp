@@ -198,6 +198,21 @@ PYBIND11_MODULE(_core, module) {
           py::kw_only(), py::arg("tokens"), py::arg("inputs"), py::arg("outputs"), py::arg("data_type"),
           py::arg("epilogue"), py::arg("choice"), py::arg("scales") = py::none(),
           py::arg("x_scale_strides") = py::none(), py::arg("counter") = py::none())
+      .def(
+          "prepare_experts",
+          [](py::object core, uint32_t tokens, uint32_t top_k, uint32_t experts, uint32_t hidden, uint32_t intermediate,
+             uint32_t data_type, const std::string& epilogue, const LinearChoice& gate_up_choice,
+             const LinearChoice& down_choice, const std::optional<Counter>& counter) {
+            const LinearProblem gate_up = linear_problem(tokens, hidden, intermediate, data_type, epilogue, {});
+            CountedCall call{core.cast<Core&>().prepare_experts(
+                                 {tokens, top_k, experts, hidden, intermediate, gate_up.type, gate_up.epilogue},
+                                 gate_up_choice, down_choice),
+                             counter};
+            return as_function(std::move(core), std::move(call), llm_comm::experts::kBuffers, 0);
+          },
+          py::kw_only(), py::arg("tokens"), py::arg("top_k"), py::arg("experts"), py::arg("hidden"),
+          py::arg("intermediate"), py::arg("data_type"), py::arg("epilogue"), py::arg("gate_up") = LinearChoice{},
+          py::arg("down") = LinearChoice{}, py::arg("counter") = py::none())
       .def("load_program", &Core::load_program, py::arg("image"), py::arg("kernel"), py::arg("title"),
            py::call_guard<py::gil_scoped_release>())
       .def(

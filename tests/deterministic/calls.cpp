@@ -7,6 +7,7 @@
 #include "algorithms/registry.h"
 #include "all_reduce_call.h"
 #include "any_call.h"
+#include "experts_call.h"
 #include "fused_call.h"
 #include "linear_call.h"
 #include "message_call.h"
@@ -88,6 +89,11 @@ const std::vector<NamedSubject>& subjects() {
         }
       }
     }
+    for (const DataType type : {DataType::kBFloat16, DataType::kFloat16}) {
+      Subject experts{0, std::nullopt, type, Quantization::kNone};
+      experts.is_experts = true;
+      found.push_back({"fused_experts", experts});
+    }
     return found;
   }();
   return all;
@@ -106,6 +112,10 @@ std::unique_ptr<Call> draw_call(const Subject& subject, bool alone, uint32_t ind
     return is_bf16 ? draw_linear<DataType::kBFloat16>(subject, random)
                    : draw_linear<DataType::kFloat16>(subject, random);
   }
+  if (subject.is_experts && subject.type == DataType::kBFloat16) {
+    return std::make_unique<ExpertsCall<DataType::kBFloat16>>(random);
+  }
+  if (subject.is_experts) return std::make_unique<ExpertsCall<DataType::kFloat16>>(random);
   if (subject.form) return std::make_unique<MessageCall>(*subject.form, index, ranks, random);
   return draw_call_of(subject, ranks, random, before);
 }

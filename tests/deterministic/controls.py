@@ -36,6 +36,7 @@ from protection import CHECK_CALL, FP8, Everywhere, Protection
 from protections_of_channels import OF_CHANNELS
 from protections_of_copies import OF_COPIES
 from protections_of_errors import OF_ERRORS
+from protections_of_experts import OF_EXPERTS
 from protections_of_linear import OF_LINEAR
 from protections_of_messages import OF_MESSAGES
 from protections_of_operations import OF_OPERATIONS
@@ -61,6 +62,7 @@ PROTECTIONS = (
     *OF_ERRORS,
     *OF_MESSAGES,
     *OF_LINEAR,
+    *OF_EXPERTS,
 )
 
 

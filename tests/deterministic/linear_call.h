@@ -42,6 +42,28 @@ LLM_COMM_KERNEL(32) bring(LLM_COMM_KERNEL_PARAM BringArgs args) {
   }
 }
 
+// Tensors of elements of 16 bits, aligned to lines.
+using Lines = std::vector<Line>;
+constexpr uint32_t kElements = sizeof(Line) / sizeof(uint16_t);
+inline Line touchless() {
+  Line line;
+  std::memset(&line, kUntouched, sizeof(line));
+  return line;
+}
+inline size_t bytes(const Lines& lines) { return lines.size() * sizeof(Line); }
+inline uint64_t address(const Lines& lines) { return lines.empty() ? 0 : reinterpret_cast<uint64_t>(lines.data()); }
+template <class T>
+T at(const Lines& lines, size_t i) {
+  T value;
+  std::memcpy(&value, reinterpret_cast<const char*>(lines.data()) + i * sizeof(value), sizeof(value));
+  return value;
+}
+template <class T>
+void put(Lines& lines, size_t i, T value) {
+  std::memcpy(reinterpret_cast<char*>(lines.data()) + i * sizeof(value), &value, sizeof(value));
+}
+inline uint16_t element(const Lines& lines, size_t i) { return at<uint16_t>(lines, i); }
+
 // A call takes no operation, and no rank waits for another one in it. So a rank is enough: each has hundreds of
 // threads.
 template <OperandType F, DataType D>
@@ -117,28 +139,8 @@ class LinearCall final : public Call {
   using E = Element<D>;
   static constexpr bool kIsScaled = F == OperandType::kFloat8;
   static constexpr uint32_t kColumns = kBoxRowBytes / sizeof(Operand<F>);
-  using Lines = std::vector<Line>;
-  static constexpr uint32_t kElements = sizeof(Line) / sizeof(uint16_t);
   static constexpr uint32_t kRank = 0;
 
-  static Line touchless() {
-    Line line;
-    std::memset(&line, kUntouched, sizeof(line));
-    return line;
-  }
-  static size_t bytes(const Lines& lines) { return lines.size() * sizeof(Line); }
-  static uint64_t address(const Lines& lines) { return lines.empty() ? 0 : reinterpret_cast<uint64_t>(lines.data()); }
-  template <class T>
-  static T at(const Lines& lines, size_t i) {
-    T value;
-    std::memcpy(&value, reinterpret_cast<const char*>(lines.data()) + i * sizeof(value), sizeof(value));
-    return value;
-  }
-  template <class T>
-  static void put(Lines& lines, size_t i, T value) {
-    std::memcpy(reinterpret_cast<char*>(lines.data()) + i * sizeof(value), &value, sizeof(value));
-  }
-  static uint16_t element(const Lines& lines, size_t i) { return at<uint16_t>(lines, i); }
   static void fill(Lines& lines, size_t count, Random& random) {
     lines.resize(count * sizeof(Operand<F>) / sizeof(Line));
     for (size_t i = 0; i < count; ++i) {

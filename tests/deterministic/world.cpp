@@ -133,8 +133,9 @@ class StreamLauncher {
   uint32_t sm_count() const { return 2; }
   uint32_t max_shared_bytes() const { return 227 * 1024; }
   bool multiplies_fp8() const { return true; }
-  void permit_shared_bytes(Function<LinearArgs>) const {}
-  void map_matrix(MatrixView&, uint32_t, uint32_t, uint32_t, BoxUse) const {}
+  template <class Args>
+  void permit_shared_bytes(Function<Args>) const {}
+  void map_matrix(MatrixView&, uint32_t, uint32_t, uint32_t, uint32_t, BoxUse) const {}
   template <class Args>
   bool has_room_for_cluster(Function<Args>, const Grid&) const {
     return true;

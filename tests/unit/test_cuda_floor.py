@@ -27,9 +27,9 @@ PROBE = """
 
 namespace llm_comm::inline LLM_COMM_TARGET {
 template __device__ void fetch_boxes<1>(SharedAddress, const MatrixView&, uint32_t, uint32_t, uint32_t, uint32_t,
-                                        SharedAddress, BoxUse);
+                                        SharedAddress, BoxUse, uint32_t);
 template __device__ void fetch_boxes<2>(SharedAddress, const MatrixView&, uint32_t, uint32_t, uint32_t, uint32_t,
-                                        SharedAddress, BoxUse);
+                                        SharedAddress, BoxUse, uint32_t);
 template __device__ void fetch_end<true>(SharedAddress);
 template __device__ void multiply_boxes<OperandType::kFloat8>(float (&)[4], Box, uint32_t, Box);
 template __device__ void multiply_boxes<OperandType::kBFloat16>(float (&)[4], Box, uint32_t, Box);

@@ -111,8 +111,9 @@ class CudaLauncher {
   }
 
   // Kernels compiled for less than sm_90 use the address instead.
-  void map_matrix(MatrixView& matrix, uint32_t parts, uint32_t box_rows, uint32_t boxes, BoxUse use) const {
-    if (has_tensor_maps_) encode_tensor_map(matrix, parts, box_rows, boxes, use);
+  void map_matrix(MatrixView& matrix, uint32_t parts, uint32_t box_parts, uint32_t box_rows, uint32_t boxes,
+                  BoxUse use) const {
+    if (has_tensor_maps_) encode_tensor_map(matrix, parts, box_parts, box_rows, boxes, use);
   }
 
   // Asks the occupancy API, because the cluster size alone is not enough. Clusters of more than 8 blocks need that many

@@ -90,15 +90,15 @@ LLM_COMM_DEVICE void fetch_begin(SharedAddress full, uint32_t bytes) {
 #endif
 }
 
-template <uint32_t Parts>
+template <uint32_t Parts, bool OfMany = (Parts > 1)>
 LLM_COMM_DEVICE void fetch_boxes(SharedAddress to, const MatrixView& matrix, uint32_t row, uint32_t box, uint32_t rows,
-                                 uint32_t boxes, SharedAddress full, BoxUse use) {
+                                 uint32_t boxes, SharedAddress full, BoxUse use, uint32_t part = 0) {
 #if LLM_COMM_HAS_TMA
   // Encodings of createpolicy for the whole access (CUTLASS, TMA::CacheHintSm90).
   constexpr uint64_t kEvictFirst = 0x12F0000000000000;
   constexpr uint64_t kEvictNormal = 0x1000000000000000;
   if (thread_index() % kWarpThreads != 0) return;
-  if constexpr (Parts == 1) {
+  if constexpr (!OfMany) {
     asm volatile(
         "cp.async.bulk.tensor.3d.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint [%0],"
         " [%1, {%2, %3, %4}], [%5], %6;" ::"r"(to),
@@ -108,7 +108,7 @@ LLM_COMM_DEVICE void fetch_boxes(SharedAddress to, const MatrixView& matrix, uin
     asm volatile(
         "cp.async.bulk.tensor.4d.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint [%0],"
         " [%1, {%2, %3, %4, %5}], [%6], %7;" ::"r"(to),
-        "l"(&matrix), "r"(0), "r"(row), "r"(0), "r"(box), "r"(full),
+        "l"(&matrix), "r"(0), "r"(row), "r"(part), "r"(box), "r"(full),
         "l"(use == BoxUse::kOnce ? kEvictFirst : kEvictNormal)
         : "memory");
   }
@@ -121,9 +121,9 @@ LLM_COMM_DEVICE void fetch_boxes(SharedAddress to, const MatrixView& matrix, uin
     const uint32_t byte = (box + row_of_boxes / rows) * kBoxRowBytes + piece * static_cast<uint32_t>(sizeof(Line));
     uint32_t row_of_part = row + r;
     uint64_t row_of_all = row_of_part;
-    if constexpr (Parts > 1) {
+    if constexpr (OfMany) {
       row_of_part = row + r % (rows / Parts);
-      row_of_all = uint64_t{r / (rows / Parts)} * matrix.rows + row_of_part;
+      row_of_all = uint64_t{part + r / (rows / Parts)} * matrix.rows + row_of_part;
     }
     const bool is_there = row_of_part < matrix.rows && byte < matrix.row_bytes;
     const auto* const from =

@@ -46,14 +46,14 @@ LLM_COMM_DEVICE void barrier_wait(SharedAddress barrier, uint32_t parity) {
 
 LLM_COMM_DEVICE void fetch_begin(SharedAddress, uint32_t) {}
 
-template <uint32_t Parts>
+template <uint32_t Parts, bool OfMany = (Parts > 1)>
 LLM_COMM_DEVICE void fetch_boxes(SharedAddress to, const MatrixView& matrix, uint32_t row, uint32_t box, uint32_t rows,
-                                 uint32_t boxes, SharedAddress, BoxUse) {
+                                 uint32_t boxes, SharedAddress, BoxUse, uint32_t first_part = 0) {
   if (!is_first_lane()) return;
   auto* line = pointer_to<Line>(to);
   for (uint32_t b = box; b < box + boxes; ++b) {
     for (uint32_t i = 0; i < rows; ++i) {
-      const uint32_t part = i / (rows / Parts);
+      const uint32_t part = first_part + i / (rows / Parts);
       const uint32_t r = row + i % (rows / Parts);
       for (uint32_t byte = b * kBoxRowBytes; byte < (b + 1) * kBoxRowBytes; byte += sizeof(Line)) {
         const bool is_there = r < matrix.rows && byte < matrix.row_bytes;

@@ -21,7 +21,8 @@
 //                 rows. The tiles are neighbours along the columns, starting at tile `box`, and lie one after the other
 //                 at `to`. Rows and columns beyond the matrix are filled with zeros. `use`: L2 eviction hint.
 //                 With parts > 1 a tile has rows / parts rows of each part of the matrix, a multiple of 8, from row
-//                 `row` of the part on; the rows of the first part come first.
+//                 `row` of the part on; the rows of the first part come first. fetch_boxes<parts, true>(..., part): the
+//                 matrix has more parts, and these are `part` and those after it.
 //                 fetch_number(to, from): each lane copies four bytes to the stage. `full` then expects
 //                 kFetchArrivals + kNumberArrivals arrivals, and fetch_end<true>(full) ends the stage.
 // Multiplying     By kTeamThreads threads (a warpgroup) whose first index is a multiple of kTeamThreads: a tile of

@@ -1,0 +1,115 @@
+#include "algorithms/linear/experts.h"
+
+#include <algorithm>
+#include <stdexcept>
+#include <string>
+#include <utility>
+
+namespace llm_comm::experts {
+
+namespace {
+
+struct Layer {
+  uint32_t inputs, outputs, parts;
+};
+
+Layer layer_of(const Problem& problem, bool is_gated) {
+  if (is_gated) return {problem.hidden, problem.intermediate, 2};
+  return {problem.intermediate, problem.hidden, 1};
+}
+
+uint32_t shared_bytes(const Problem& problem, const Choice& choice) {
+  const uint32_t ring = choice.stages * stage_bytes(problem, choice);
+  // Instructions read 64 rows of a weight tile, even if it has fewer: room for this read after the last tile.
+  const uint32_t beyond = (linear::kMaxBlockOutputs - choice.block_outputs) * kBoxRowBytes;
+  const uint32_t sums = linear::kTeams * linear::token_rows(problem.tokens) *
+                        (choice.block_outputs + linear::kSumsPadding) * static_cast<uint32_t>(sizeof(float));
+  return kBoxAlignment + kHeaderBytes + std::max(ring + beyond, sums);
+}
+
+}  // namespace
+
+void check(const Problem& problem) {
+  const auto refuse = [](const std::string& why) { throw std::invalid_argument("experts: " + why); };
+  const auto within = [&](uint32_t value, const char* name, uint32_t most) {
+    if (value == 0 || value > most) {
+      refuse(std::to_string(value) + " " + name + "; it takes 1 to " + std::to_string(most));
+    }
+  };
+  if (!linear::serves(operands_of_type(problem.type), problem.type)) {
+    refuse(std::string("it has no kernels for ") + data_type_name(problem.type));
+  }
+  within(problem.tokens, "tokens", kMaxTokens);
+  within(problem.top_k, "experts of a token", kMaxTopK);
+  within(problem.experts, "experts", kMaxExperts);
+  for (const auto& [size, name] : {std::pair{problem.hidden, "hidden"}, {problem.intermediate, "intermediate"}}) {
+    if (size > 0 && size % linear::kMultiple == 0 && size <= linear::kMaxFeatures) continue;
+    refuse(std::to_string(size) + " columns of the " + name + " state; it takes multiples of " +
+           std::to_string(linear::kMultiple) + " up to " + std::to_string(linear::kMaxFeatures));
+  }
+  if (weight_parts(problem.epilogue) != 2) refuse("it needs an activation of gate and up");
+}
+
+uint32_t stage_bytes(const Problem& problem, const Choice& choice) {
+  return choice.stage_boxes * (choice.block_outputs + linear::token_rows(problem.tokens)) * kBoxRowBytes;
+}
+
+Choice choose(const Problem& problem, bool is_gated, Choice choice, uint32_t sm_count, uint32_t max_shared_bytes) {
+  check(problem);
+  const auto [inputs, outputs, parts] = layer_of(problem, is_gated);
+  const uint32_t step = parts * linear::kLineElements;
+  const uint32_t boxes = inputs / linear::inputs_multiple(operands_of_type(problem.type));
+  if (choice.block_outputs == 0) {
+    // Rows of the weight of a block if each multiprocessor has one block.
+    const uint64_t rows = uint64_t{outputs} * parts * (is_gated ? most_active(problem) : 1);
+    const uint64_t share = divide_up(divide_up(rows, uint64_t{std::max(sm_count, 1u)}), uint64_t{step}) * step;
+    choice.block_outputs = static_cast<uint32_t>(std::min<uint64_t>(share, linear::kMaxBlockOutputs));
+  }
+  // Half of the shared memory: blocks of the down-projection fetch beside those of gate and up.
+  const uint32_t half = max_shared_bytes / 2 - 1024;
+  if (choice.stage_boxes == 0) {
+    choice.stage_boxes = 1;
+    for (const uint32_t stage_boxes : {8u, 6u, 4u, 2u}) {
+      // Few tiles in the last stage of an expert would waste its place.
+      if (stage_boxes > boxes || divide_up(boxes, stage_boxes) * stage_boxes * 10 > boxes * 12) continue;
+      Choice some = choice;
+      some.stage_boxes = stage_boxes;
+      some.stages = 4;
+      if (shared_bytes(problem, some) > half && stage_boxes > 2) continue;
+      choice.stage_boxes = stage_boxes;
+      break;
+    }
+  }
+  if (choice.stages == 0) {
+    for (choice.stages = linear::kMaxStages; choice.stages > 2; --choice.stages) {
+      if (shared_bytes(problem, choice) <= half) break;
+    }
+  }
+  const auto refuse = [](const std::string& why) { throw std::invalid_argument("experts: " + why); };
+  if (choice.block_outputs > linear::kMaxBlockOutputs || choice.block_outputs % step != 0) {
+    refuse("block_outputs is " + std::to_string(choice.block_outputs) + "; it must be a multiple of " +
+           std::to_string(step) + " up to " + std::to_string(linear::kMaxBlockOutputs));
+  }
+  // The teams take turns within an expert: a stage has an even number of tiles, or all.
+  const bool takes_turns = choice.stage_boxes % 2 == 0 || choice.stage_boxes >= boxes;
+  if (choice.stage_boxes > linear::kMaxStageBoxes || (!takes_turns && choice.stage_boxes != 1)) {
+    refuse("stage_boxes is " + std::to_string(choice.stage_boxes) + " for " + std::to_string(boxes) +
+           " boxes; it must be 1, even, or all of them, up to " + std::to_string(linear::kMaxStageBoxes));
+  }
+  if (choice.stages < 2 || choice.stages > linear::kMaxStages) {
+    refuse("stages is " + std::to_string(choice.stages) + "; it must be 2 to " + std::to_string(linear::kMaxStages));
+  }
+  if (shared_bytes(problem, choice) > max_shared_bytes) {
+    refuse("they take " + std::to_string(shared_bytes(problem, choice)) + " bytes of shared memory, this device has " +
+           std::to_string(max_shared_bytes) + " for a block");
+  }
+  return choice;
+}
+
+Grid grid(const Problem& problem, bool is_gated, const Choice& choice) {
+  const auto [inputs, outputs, parts] = layer_of(problem, is_gated);
+  const uint32_t tiles = divide_up(outputs, choice.block_outputs / parts);
+  return {tiles * (is_gated ? most_active(problem) : 1), linear::kThreads, shared_bytes(problem, choice)};
+}
+
+}  // namespace llm_comm::experts

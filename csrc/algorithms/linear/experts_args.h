@@ -1,0 +1,42 @@
+// Parameters of the experts' kernels, and their place in shared memory.
+#pragma once
+
+#include "algorithms/linear/problem.h"
+#include "llm_comm/matrix_view.h"
+
+namespace llm_comm::inline LLM_COMM_TARGET {
+
+struct ExpertsArgs {
+  MatrixView weight;  // a part for each matrix: gate and up of each expert, or its down-projection
+  MatrixView x;       // of gate and up: the tokens. Of the down-projection: a part for each active expert
+  void* out;
+  const uint32_t* ids;      // [tokens, top_k]; what is no expert's number is none
+  const uint32_t* factors;  // [tokens, top_k], bits of floats
+  LinearEpilogue epilogue;
+  uint32_t tokens;
+  uint32_t top_k;
+  uint32_t experts;
+  uint32_t block_outputs;
+  uint32_t stages;
+  uint32_t stage_boxes;
+  uint32_t stage_bytes;
+};
+
+using ExpertsKernel = void (*)(ExpertsArgs);
+
+template <OperandType F, DataType D>
+struct ExpertsKernels {
+  // Returns nullptr if there is no such kernel. Defined in experts.cuh, which the generated translation units include.
+  static ExpertsKernel find(bool is_gated, uint32_t token_rows);
+};
+
+extern template struct ExpertsKernels<OperandType::kBFloat16, DataType::kBFloat16>;
+extern template struct ExpertsKernels<OperandType::kFloat16, DataType::kFloat16>;
+
+inline ExpertsKernel find_experts_kernel(DataType type, bool is_gated, uint32_t token_rows) {
+  return type == DataType::kBFloat16
+             ? ExpertsKernels<OperandType::kBFloat16, DataType::kBFloat16>::find(is_gated, token_rows)
+             : ExpertsKernels<OperandType::kFloat16, DataType::kFloat16>::find(is_gated, token_rows);
+}
+
+}  // namespace llm_comm::inline LLM_COMM_TARGET

@@ -1,0 +1,104 @@
+// PreparedExperts: experts whose kernels, tilings and launch configurations are fixed. A call adds addresses only.
+#pragma once
+
+#include <mutex>
+#include <stdexcept>
+
+#include "algorithms/linear/experts.h"
+#include "algorithms/linear/experts_args.h"
+#include "host/launch_queue.h"
+
+namespace llm_comm::host {
+
+template <class Launcher>
+class PreparedExperts final : public PreparedCall {
+ public:
+  // `turn`: serialises the launches of the communicator; run() holds it. Throws std::invalid_argument for a problem
+  // that is not supported.
+  PreparedExperts(Launcher& launcher, std::mutex& turn, const HostMailbox& mailbox, const experts::Problem& problem,
+                  const experts::Choice& gate_up, const experts::Choice& down)
+      : launcher_(launcher),
+        turn_(turn),
+        mailbox_(mailbox),
+        problem_(problem),
+        gate_up_(layer(true, gate_up)),
+        down_(layer(false, down)) {}
+
+  // `buffers`: addresses of x, gate_up_weight, down_weight, topk_ids, topk_weights, intermediate and out.
+  // `intermediate` has room for [most_active(), tokens, columns of the down-projection]. Throws std::invalid_argument for an address that is not aligned. Returns kFailed if the communicator has failed.
+  Outcome run(const uint64_t* buffers, uint64_t stream) override {
+    const uint64_t x = buffers[0], gate_up = buffers[1], down = buffers[2], intermediate = buffers[5], out = buffers[6];
+    if ((x | gate_up | down | intermediate | out) % sizeof(Line) != 0) {
+      throw std::invalid_argument("experts: a tensor does not begin at a multiple of 16 bytes");
+    }
+    if ((buffers[3] | buffers[4]) % sizeof(uint32_t) != 0) {
+      throw std::invalid_argument("experts: topk_ids or topk_weights do not begin at a multiple of 4 bytes");
+    }
+    const std::lock_guard<std::mutex> turn(turn_);
+    if (has_failed(mailbox_)) return Outcome::kFailed;
+    const uint32_t slots = experts::most_active(problem_), experts = problem_.experts;
+    for (Layer* const one : {&gate_up_, &down_}) {
+      one->args.ids = reinterpret_cast<const uint32_t*>(buffers[3]);
+      one->args.factors = reinterpret_cast<const uint32_t*>(buffers[4]);
+    }
+    gate_up_.args.x = view(gate_up_, x, problem_.tokens, problem_.hidden, 1, 0, token_rows(), BoxUse::kShared);
+    gate_up_.args.weight = view(gate_up_, gate_up, problem_.intermediate, problem_.hidden, 2 * experts, 2,
+                                gate_up_.choice.block_outputs, BoxUse::kOnce);
+    gate_up_.args.out = reinterpret_cast<void*>(intermediate);
+    down_.args.x =
+        view(down_, intermediate, problem_.tokens, problem_.intermediate, slots, 1, token_rows(), BoxUse::kShared);
+    down_.args.weight = view(down_, down, problem_.hidden, problem_.intermediate, experts, 1,
+                             down_.choice.block_outputs, BoxUse::kOnce);
+    down_.args.out = reinterpret_cast<void*>(out);
+    launcher_.launch(gate_up_.function, gate_up_.args, gate_up_.grid, stream);
+    const bool is_captured = launcher_.launch(down_.function, down_.args, down_.grid, stream);
+    return is_captured ? Outcome::kCaptured : Outcome::kEnqueued;
+  }
+
+ private:
+  struct Layer {
+    experts::Choice choice;
+    Grid grid;
+    typename Launcher::template Function<ExpertsArgs> function;
+    ExpertsArgs args{};
+  };
+
+  uint32_t token_rows() const { return linear::token_rows(problem_.tokens); }
+
+  Layer layer(bool is_gated, const experts::Choice& wanted) {
+    const experts::Choice choice =
+        experts::choose(problem_, is_gated, wanted, launcher_.sm_count(), launcher_.max_shared_bytes());
+    Layer found{choice, experts::grid(problem_, is_gated, choice),
+                launcher_.function(find_experts_kernel(problem_.type, is_gated, token_rows()))};
+    launcher_.permit_shared_bytes(found.function);
+    found.args.epilogue = problem_.epilogue;
+    found.args.tokens = problem_.tokens;
+    found.args.top_k = problem_.top_k;
+    found.args.experts = problem_.experts;
+    found.args.block_outputs = choice.block_outputs;
+    found.args.stages = choice.stages;
+    found.args.stage_boxes = choice.stage_boxes;
+    found.args.stage_bytes = experts::stage_bytes(problem_, choice);
+    return found;
+  }
+
+  // Kernel parameter for matrices of `rows` rows. It includes the TMA map, which depends on the address.
+  MatrixView view(const Layer& layer, uint64_t address, uint32_t rows, uint32_t columns, uint32_t parts,
+                  uint32_t box_parts, uint32_t box_rows, BoxUse use) const {
+    MatrixView matrix{{},
+                      reinterpret_cast<const void*>(address),
+                      rows,
+                      columns * static_cast<uint32_t>(element_bytes(problem_.type))};
+    launcher_.map_matrix(matrix, parts, box_parts, box_rows, layer.choice.stage_boxes, use);
+    return matrix;
+  }
+
+  Launcher& launcher_;
+  std::mutex& turn_;
+  const HostMailbox& mailbox_;
+  experts::Problem problem_;
+  Layer gate_up_;
+  Layer down_;
+};
+
+}  // namespace llm_comm::host

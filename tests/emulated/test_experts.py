@@ -1,0 +1,299 @@
+"""Experts of few tokens: gate, up and down-projection of the experts that a router chose, by the emulated kernels."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from cores import connected
+from harness import RankPool, make_communicator
+from torch._subclasses import FakeTensorMode
+
+from llm_comm import UnsupportedInputError, _core, registry
+
+BF16, FP16 = torch.bfloat16, torch.float16
+NUMBERS = {BF16: "bf16", FP16: "fp16"}
+
+
+class Layer(NamedTuple):
+    """Weights of one layer, as engines keep them."""
+
+    gate_up: torch.Tensor  # [experts, 2 * intermediate, hidden]: rows of gate, then rows of up
+    down: torch.Tensor  # [experts, hidden, intermediate]
+
+
+def layer_of(experts: int, hidden: int, intermediate: int, dtype: torch.dtype = BF16) -> Layer:
+    return Layer(
+        (torch.randn(experts, 2 * intermediate, hidden) / hidden**0.5).to(dtype),
+        (torch.randn(experts, hidden, intermediate) / intermediate**0.5).to(dtype),
+    )
+
+
+def choice_of(tokens: int, top_k: int, experts: int) -> tuple[torch.Tensor, torch.Tensor]:
+    ids = torch.stack([torch.randperm(experts)[:top_k] for _ in range(tokens)])
+    return ids.int(), torch.rand(tokens, top_k)
+
+
+def run(
+    x: torch.Tensor,
+    layer: Layer,
+    ids: torch.Tensor,
+    weights: torch.Tensor,
+    epilogue: str = "silu_and_mul",
+    **choices: _core.LinearChoice,
+) -> torch.Tensor:
+    (core,) = connected(1)
+    experts, hidden, intermediate = layer.down.shape
+    tokens, top_k = ids.shape
+    call: Any = core.prepare_experts(
+        tokens=tokens,
+        top_k=top_k,
+        experts=experts,
+        hidden=hidden,
+        intermediate=intermediate,
+        data_type=list(registry.data_types()).index(NUMBERS[x.dtype]),
+        epilogue=epilogue,
+        **choices,
+    )
+    state = torch.full((min(experts, tokens * top_k), tokens, intermediate), torch.nan, dtype=x.dtype)
+    out = torch.full_like(x, torch.nan)
+    operands = (x, *layer, ids, weights, state, out)
+    assert call(*(operand.data_ptr() for operand in operands), 0)
+    core.wait_for(0)
+    return out
+
+
+def reference(x: torch.Tensor, layer: Layer, ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+    """In fp64, but for the roundings of gate, up and the state between the layers."""
+    dtype = x.dtype
+    y = torch.zeros(*x.shape, dtype=torch.float64)
+    for token, chosen in enumerate(ids.tolist()):
+        for place, expert in enumerate(chosen):
+            if not 0 <= expert < len(layer.down):
+                continue
+            gate, up = (layer.gate_up[expert].double() @ x[token].double()).to(dtype).double().chunk(2)
+            state = (torch.nn.functional.silu(gate) * up).to(dtype).double() * weights[token, place].double()
+            y[token] += layer.down[expert].double() @ state.to(dtype).double()
+    return y
+
+
+@pytest.mark.parametrize(
+    ("tokens", "top_k", "experts", "hidden", "intermediate"),
+    [
+        (1, 1, 1, 64, 64),
+        (1, 8, 512, 64, 64),
+        (3, 2, 8, 256, 128),
+        (9, 4, 16, 192, 192),
+        (17, 2, 5, 128, 320),
+        (40, 3, 9, 640, 64),
+        (64, 16, 33, 64, 128),
+    ],
+)
+@pytest.mark.parametrize("dtype", [BF16, FP16])
+def test_experts(tokens: int, top_k: int, experts: int, hidden: int, intermediate: int, dtype: torch.dtype) -> None:
+    torch.manual_seed(tokens)
+    layer = layer_of(experts, hidden, intermediate, dtype)
+    x, (ids, weights) = torch.randn(tokens, hidden).to(dtype), choice_of(tokens, top_k, experts)
+    expected = reference(x, layer, ids, weights)
+    torch.testing.assert_close(run(x, layer, ids, weights).double(), expected, rtol=2**-6, atol=2**-6)
+
+
+def test_tokens_without_an_expert_and_numbers_that_are_none() -> None:
+    torch.manual_seed(1)
+    layer = layer_of(6, 128, 64)
+    x, (ids, weights) = torch.randn(5, 128).to(BF16), choice_of(5, 3, 6)
+    ids[0] = -1
+    ids[1, 0], ids[1, 1], ids[2, 2] = -1, 6, 2**31 - 1
+    out = run(x, layer, ids, weights)
+    assert not out[0].any()
+    torch.testing.assert_close(out.double(), reference(x, layer, ids, weights), rtol=2**-6, atol=2**-6)
+    assert not run(x, layer, torch.full_like(ids, -1), weights).any()
+
+
+def test_all_tokens_have_one_expert() -> None:
+    torch.manual_seed(2)
+    layer = layer_of(7, 128, 64)
+    x, ids, weights = torch.randn(33, 128).to(BF16), torch.full((33, 1), 6, dtype=torch.int32), torch.rand(33, 1)
+    torch.testing.assert_close(
+        run(x, layer, ids, weights).double(), reference(x, layer, ids, weights), rtol=2**-6, atol=2**-6
+    )
+
+
+@pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf, 0.0, -0.0])
+def test_a_token_is_the_same_beside_any_others(value: float) -> None:
+    """The bits of a token do not depend on other tokens, whose experts lie before and behind its own."""
+    torch.manual_seed(3)
+    layer = layer_of(16, 128, 192)
+    x, (ids, weights) = torch.randn(20, 128).to(BF16), choice_of(20, 4, 16)
+    together = run(x, layer, ids, weights)
+    for token in (0, 7, 19):
+        one = slice(token, token + 1)
+        assert torch.equal(run(x[one], layer, ids[one], weights[one]), together[one])
+    others = x.clone()
+    others[1] = value
+    among = run(others, layer, ids, weights)
+    assert torch.equal(among[0], together[0])
+    assert torch.equal(among[2:], together[2:])
+    assert among[1].isnan().all() == (not torch.isfinite(torch.tensor(value)))
+
+
+def test_a_factor_of_nan_stays_with_its_token() -> None:
+    torch.manual_seed(4)
+    layer = layer_of(4, 64, 64)
+    x, (ids, weights) = torch.randn(3, 64).to(BF16), choice_of(3, 2, 4)
+    weights[1, 0] = torch.nan
+    out = run(x, layer, ids, weights)
+    assert [bool(row.isnan().any()) for row in out] == [False, True, False]
+
+
+def test_tilings_have_the_same_bits() -> None:
+    torch.manual_seed(5)
+    layer = layer_of(12, 384, 640)
+    x, (ids, weights) = torch.randn(11, 384).to(BF16), choice_of(11, 3, 12)
+    expected = run(x, layer, ids, weights)
+    for gate_up, down in (((16, 2, 1), (8, 2, 2)), ((64, 3, 4), (64, 8, 2)), ((48, 2, 6), (24, 3, 8))):
+        choices = {
+            name: _core.LinearChoice(block_outputs=outputs, stages=stages, stage_boxes=boxes)
+            for name, (outputs, stages, boxes) in {"gate_up": gate_up, "down": down}.items()
+        }
+        assert torch.equal(run(x, layer, ids, weights, **choices), expected), (gate_up, down)
+
+
+def test_gelu() -> None:
+    torch.manual_seed(6)
+    layer = layer_of(3, 64, 64)
+    x, (ids, weights) = torch.randn(2, 64).to(BF16), choice_of(2, 1, 3)
+    out = run(x, layer, ids, weights, "gelu_tanh_and_mul")
+    for token, expert in enumerate(ids[:, 0].tolist()):
+        gate, up = (layer.gate_up[expert].float() @ x[token].float()).chunk(2)
+        state = torch.nn.functional.gelu(gate, approximate="tanh") * up * weights[token, 0]
+        torch.testing.assert_close(out[token].float(), layer.down[expert].float() @ state, rtol=2**-5, atol=2**-5)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "text"),
+    [
+        ({"tokens": 65}, "65 tokens; it takes 1 to 64"),
+        ({"tokens": 0}, "0 tokens; it takes 1 to 64"),
+        ({"top_k": 17}, "17 experts of a token; it takes 1 to 16"),
+        ({"experts": 513}, "513 experts; it takes 1 to 512"),
+        ({"hidden": 96}, "96 columns of the hidden state; it takes multiples of 64"),
+        ({"intermediate": 0}, "0 columns of the intermediate state; it takes multiples of 64"),
+        ({"epilogue": "none"}, "it needs an activation of gate and up"),
+        ({"data_type": list(registry.data_types()).index("fp32")}, "it has no kernels for"),
+        (
+            {"gate_up": _core.LinearChoice(block_outputs=24)},
+            "block_outputs is 24; it must be a multiple of 16 up to 64",
+        ),
+        ({"down": _core.LinearChoice(block_outputs=72)}, "block_outputs is 72; it must be a multiple of 8 up to 64"),
+        ({"gate_up": _core.LinearChoice(stage_boxes=3)}, "stage_boxes is 3 for 8 boxes"),
+        ({"gate_up": _core.LinearChoice(stages=1)}, "stages is 1; it must be 2 to 16"),
+        ({"gate_up": _core.LinearChoice(stages=16, stage_boxes=8)}, "bytes of shared memory"),
+    ],
+)
+def test_what_is_not_served(wrong: dict[str, Any], text: str) -> None:
+    (core,) = connected(1)
+    problem = {
+        "tokens": 64,
+        "top_k": 2,
+        "experts": 8,
+        "hidden": 512,
+        "intermediate": 512,
+        "data_type": list(registry.data_types()).index("bf16"),
+        "epilogue": "silu_and_mul",
+    }
+    with pytest.raises(ValueError, match=text):
+        core.prepare_experts(**{**problem, **wrong})
+
+
+# ---- Communicator.fused_experts --------------------------------------------------------------------------------------
+
+
+def operands() -> dict[str, torch.Tensor]:
+    torch.manual_seed(7)
+    layer, (ids, weights) = layer_of(4, 128, 64), choice_of(3, 2, 4)
+    x = torch.randn(3, 128).to(BF16)
+    return dict(zip(NAMES, (x, layer.gate_up, layer.down, weights, ids), strict=True))
+
+
+NAMES = ("x", "gate_up_weight", "down_weight", "topk_weights", "topk_ids")
+
+
+def unaligned(tensor: torch.Tensor) -> torch.Tensor:
+    """A copy that begins one element behind a multiple of 16 bytes."""
+    memory = tensor.new_empty(tensor.numel() + 9)
+    begin = (16 - memory.data_ptr() % 16) % 16 // tensor.element_size() + 1
+    return memory[begin : begin + tensor.numel()].view(tensor.shape).copy_(tensor)
+
+
+def call_the_method() -> dict[str, int]:
+    given = operands()
+    x, gate_up, down, weights, ids = given.values()
+    expected = run(x, Layer(gate_up, down), ids, weights)
+    with make_communicator() as comm:
+        assert comm.accepts_fused_experts(**given)
+        assert torch.equal(comm.fused_experts(**given), expected)
+        assert torch.equal(comm.fused_experts(**{**given, "x": unaligned(x)}), expected)
+        for out in (torch.empty_like(x), unaligned(x)):
+            version = out._version
+            assert comm.fused_experts(**given, out=out) is out
+            assert torch.equal(out, expected)
+            assert out._version > version
+        gelu = comm.fused_experts(**given, activation="gelu_tanh")
+        assert torch.equal(gelu, run(x, Layer(gate_up, down), ids, weights, "gelu_tanh_and_mul"))
+        return {calls.operation: calls.calls for calls in comm.stats().calls}
+
+
+def test_the_method(ranks: RankPool) -> None:
+    for calls in ranks.run(2, call_the_method):
+        assert calls == {"fused_experts": 5}
+
+
+WRONG: list[tuple[dict[str, Any], str]] = [
+    ({"x": torch.zeros(3, 128)}, "x is torch.float32, which is not one of torch.bfloat16, torch.float16"),
+    ({"x": torch.zeros(3, 128, dtype=FP16)}, "gate_up_weight is torch.bfloat16; it must be torch.float16"),
+    ({"x": torch.zeros(128, dtype=BF16)}, "must have 2, 3 and 2 sizes"),
+    ({"x": torch.zeros(3, 256, dtype=BF16)[:, ::2]}, "x: the tensor is not contiguous"),
+    ({"x": None}, "x: a NoneType is not a tensor"),
+    ({"gate_up_weight": torch.zeros(4, 64, 128, dtype=BF16)}, "it must be (4, 128, 128)"),
+    ({"topk_ids": torch.zeros(3, 2, dtype=torch.int64)}, "topk_ids is torch.int64; it must be torch.int32"),
+    ({"topk_weights": torch.zeros(3, 2, dtype=BF16)}, "topk_weights is torch.bfloat16; it must be torch.float32"),
+    ({"topk_weights": torch.zeros(3, 3)}, "topk_weights has shape (3, 3)"),
+    ({"activation": "relu"}, "activation is 'relu'; it must be one of silu, gelu_tanh"),
+    ({"out": torch.zeros(3, 64, dtype=BF16)}, "must be contiguous and like the result"),
+    ({"out": torch.zeros(3, 128)}, "must be contiguous and like the result"),
+]
+
+
+def refuse() -> None:
+    given = operands()
+    x, weights, ids = given["x"], given["topk_weights"], given["topk_ids"]
+    many = {"x": x.repeat(22, 1), "topk_weights": weights.repeat(22, 1), "topk_ids": ids.repeat(22, 1)}
+    narrow = {
+        "x": x[:, :96].contiguous(),
+        "gate_up_weight": given["gate_up_weight"][:, :, :96].contiguous(),
+        "down_weight": given["down_weight"][:, :96].contiguous(),
+    }
+    wrong = [
+        *WRONG,
+        (many, "66 tokens: it takes 1 to 64"),
+        (narrow, "96 columns of the hidden state: it takes multiples of 64"),
+        ({"down_weight": unaligned(given["down_weight"])}, "which is no multiple of 16 bytes: pass a copy, made once"),
+        ({"out": x}, "out overlaps x"),
+        ({"x": x.clone().requires_grad_()}, "the tensor requires grad"),
+    ]
+    with make_communicator() as comm:
+        for change, text in wrong:
+            with pytest.raises(UnsupportedInputError) as caught:
+                comm.fused_experts(**{**given, **change})
+            assert text in str(caught.value), (change, str(caught.value))
+            queried = {name: value for name, value in {**given, **change}.items() if name != "out"}
+            assert comm.accepts_fused_experts(**queried) == ("out" in change or "made once" in text)
+        with FakeTensorMode(), pytest.raises(UnsupportedInputError):
+            comm.fused_experts(**{name: torch.empty(t.shape, dtype=t.dtype) for name, t in given.items()})
+        assert torch.equal(torch.compile(comm.fused_experts, backend="eager")(**given), comm.fused_experts(**given))
+
+
+def test_what_the_method_refuses(ranks: RankPool) -> None:
+    ranks.run(1, refuse)
