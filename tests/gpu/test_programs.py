@@ -72,6 +72,11 @@ def test_random_linear_layers(world: int) -> None:
     run_ranks("random_linear.py", 300, world=world)
 
 
+@pytest.mark.timeout(320)
+def test_random_experts() -> None:
+    run_ranks("random_experts.py", 300, world=1)
+
+
 @pytest.mark.timeout(420)
 def test_drill() -> None:
     run_program([str(HERE / "drill.py")], 400)

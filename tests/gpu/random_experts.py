@@ -1,0 +1,167 @@
+"""Random test: experts of few tokens, compared with float64, and by bits with tokens alone and with repeats.
+
+    torchrun --standalone --nproc-per-node 1 tests/gpu/random_experts.py
+
+A case is the weights of a layer, tokens, and what their router chose, drawn from a seed, and calls that are eager or
+captured in a CUDA graph, which is replayed with another choice. Ranks draw different cases and take no part in each
+other's. Some tokens have no expert, and some numbers are no expert's.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+import sys
+import time
+from typing import Any, NamedTuple
+
+import torch
+from common import GraphPool, Recording, Session, add_seconds, parser, report, run, session
+
+from llm_comm import Communicator
+
+MOST_FAILURES = 10
+#: Of what a sum of rounded factors may be off, in units of the last place of its largest addend.
+BOUND = 4
+
+
+class Case(NamedTuple):
+    dtype: torch.dtype
+    activation: str
+    tokens: int
+    top_k: int
+    gate_up: torch.Tensor
+    down: torch.Tensor
+    replays: int  # 0: eager
+
+
+def draw(seed: int, device: torch.device, limit: int) -> Case:
+    chance = random.Random(seed)
+    generator = torch.Generator(device).manual_seed(seed)
+    dtype = chance.choice((torch.bfloat16, torch.float16))
+    experts = chance.choice((1, 3, 8, 16, 64, 128, 512))
+    hidden, intermediate = (64 * chance.choice((1, 2, 3, 5, 6, 16, 32, 45)) for _ in range(2))
+    while experts * hidden * intermediate > limit:
+        experts = max(1, experts // 2)
+        hidden, intermediate = (max(64, size // 128 * 64) for size in (hidden, intermediate))
+
+    def weight(rows: int, columns: int) -> torch.Tensor:
+        made = torch.empty(experts, rows, columns, device=device).normal_(generator=generator)
+        return made.div_(columns**0.5).to(dtype)
+
+    return Case(
+        dtype,
+        chance.choice(("silu", "silu", "gelu_tanh")),
+        chance.choice((1, 1, 2, 3, 8, 9, 16, 17, 32, 33, 64)),
+        min(chance.choice((1, 2, 4, 8, 16)), experts),
+        weight(2 * intermediate, hidden),
+        weight(hidden, intermediate),
+        chance.choice((0, 0, 1, 3)),
+    )
+
+
+def choose(case: Case, generator: torch.Generator) -> dict[str, torch.Tensor]:
+    device, experts = case.down.device, len(case.down)
+    scores = torch.rand(case.tokens, experts, device=device, generator=generator)
+    ids = scores.topk(case.top_k).indices.int()
+    drawn = torch.rand(ids.shape, device=device, generator=generator)
+    ids[drawn < 0.02] = -1
+    ids[(drawn >= 0.02) & (drawn < 0.03)] = experts
+    return {
+        "x": torch.empty(case.tokens, case.down.shape[1], device=device).normal_(generator=generator).to(case.dtype),
+        "topk_weights": torch.rand(ids.shape, device=device, generator=generator),
+        "topk_ids": ids,
+    }
+
+
+def is_near(case: Case, chosen: dict[str, torch.Tensor], out: torch.Tensor) -> bool:
+    """Whether the result is within what its roundings may make of it."""
+    x, ids, factors = chosen["x"].double(), chosen["topk_ids"], chosen["topk_weights"].double()
+    expected, size = (torch.zeros(out.shape, dtype=torch.float64, device=out.device) for _ in range(2))
+    for expert in ids.unique().tolist():
+        if not 0 <= expert < len(case.down):
+            continue
+        gate, up = (x @ case.gate_up[expert].double().T).to(case.dtype).double().chunk(2, -1)
+        activated = (
+            torch.nn.functional.silu(gate)
+            if case.activation == "silu"
+            else torch.nn.functional.gelu(gate, approximate="tanh")
+        )
+        factor = ((ids == expert) * factors).sum(-1, keepdim=True)
+        state = ((activated * up).to(case.dtype).double() * factor).to(case.dtype).double()
+        weight = case.down[expert].double().T
+        expected += state @ weight
+        size += state.abs() @ weight.abs()
+    # Rounding of the result, and roundings of gate, up and state that fall otherwise than in float64.
+    bound = torch.finfo(case.dtype).eps * (expected.abs() + BOUND * size / math.sqrt(case.down.shape[2]) + 1e-3)
+    return bool(((out.double() - expected).abs() <= bound).all())
+
+
+def problems(comm: Communicator, case: Case, seed: int, pool: GraphPool) -> list[str]:
+    generator = torch.Generator(comm.device).manual_seed(seed)
+    weights = {"gate_up_weight": case.gate_up, "down_weight": case.down, "activation": case.activation}
+    chosen = choose(case, generator)
+
+    def call() -> torch.Tensor:
+        return comm.fused_experts(**chosen, **weights)
+
+    found = []
+    out = call()
+    recording = Recording(call, comm.device, pool.handle) if case.replays else None
+    for turn in range(1 + case.replays):
+        if recording is not None and turn > 0:
+            for tensor, other in zip(chosen.values(), choose(case, generator).values(), strict=True):
+                tensor.copy_(other)
+            out = recording.replay().clone()
+        if not is_near(case, chosen, out):
+            found.append(f"turn {turn}: beyond the float64 bound")
+        if not torch.equal(call(), out):
+            found.append(f"turn {turn}: another call has other bits")
+        one = slice(seed % case.tokens, seed % case.tokens + 1)
+        alone = comm.fused_experts(**{name: tensor[one].clone() for name, tensor in chosen.items()}, **weights)
+        if not torch.equal(alone[0], out[one][0]):
+            found.append(f"turn {turn}: token {one.start} has other bits alone")
+    return found
+
+
+def run_cases(ranks: Session, options: Any) -> dict[str, int | float]:
+    begin, failures, done = time.monotonic(), [], 0
+    pool = GraphPool(ranks.device)
+    with Communicator(ranks.group, ranks.device) as comm:
+        limit = 1 << (27 if ranks.on_gpu else 16)
+        for number in range(options.cases):
+            if ranks.is_late(options):
+                break
+            seed = (options.seed * 1_000_003 + number) * ranks.world + ranks.rank
+            case = draw(seed, ranks.device, limit)
+            for problem in problems(comm, case, seed, pool):
+                failures.append(f"case {number} ({tuple(case.gate_up.shape)}, {case.dtype}, {case.tokens} tokens, "
+                                f"top {case.top_k}, {case.activation}): {problem}")  # fmt: skip
+            done += 1
+            if number % 50 == 49:
+                ranks.say(f"{number + 1} of {options.cases} cases, {time.monotonic() - begin:.0f} s")
+        comm.check()
+    for failure in failures[:MOST_FAILURES]:
+        print(f"rank {ranks.rank}: WRONG {failure}", file=sys.stderr)
+    wrong = int(ranks.gather(torch.tensor([len(failures)])).sum())
+    return {"cases": done * ranks.world, "wrong_results": wrong, "seconds": round(time.monotonic() - begin, 1)}
+
+
+def main() -> int:
+    options = parser((__doc__ or "").partition("\n")[0])
+    add_seconds(options)
+    options.add_argument("--cases", type=int, help="of each rank; default: 500 on GPUs, else 40")
+    options.add_argument("--seed", type=int, default=1)
+    arguments = options.parse_args()
+    with session(arguments) as ranks:
+        if arguments.cases is None:
+            arguments.cases = 500 if ranks.on_gpu else 40
+        figures = run_cases(ranks, arguments)
+        if ranks.rank == 0:
+            table = [(name, str(value)) for name, value in figures.items()]
+            report("random experts", ranks.device.type, ranks.world, table, figures, arguments.json)
+    return 1 if figures["wrong_results"] else 0
+
+
+if __name__ == "__main__":
+    run(main)
