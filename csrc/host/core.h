@@ -11,7 +11,7 @@
 #include <vector>
 
 #include "algorithms/launch_shape.h"
-#include "algorithms/linear/experts.h"
+#include "algorithms/linear/experts_problem.h"
 #include "algorithms/linear/problem.h"
 
 namespace llm_comm::host {
@@ -215,7 +215,7 @@ class Core {
   virtual std::unique_ptr<PreparedCall> prepare_linear(const LinearProblem& problem, const LinearChoice& choice) = 0;
 
   // Prepares experts, two launches that involve no other rank (experts.h). Throws std::invalid_argument if they or the
-  // device do not serve the problem. Buffers of the call: experts::kInfo.
+  // device do not serve the problem. Buffers of the call: experts::kBuffers.
   virtual std::unique_ptr<PreparedCall> prepare_experts(const experts::Problem& problem, const experts::Choice& gate_up,
                                                         const experts::Choice& down) = 0;
 

@@ -25,7 +25,8 @@ class PreparedExperts final : public PreparedCall {
         down_(layer(false, down)) {}
 
   // `buffers`: addresses of x, gate_up_weight, down_weight, topk_ids, topk_weights, intermediate and out.
-  // `intermediate` has room for [most_active(), tokens, columns of the down-projection]. Throws std::invalid_argument for an address that is not aligned. Returns kFailed if the communicator has failed.
+  // `intermediate` has room for [most_active(), tokens, columns of the down-projection]. Throws std::invalid_argument
+  // for an address that is not aligned. Returns kFailed if the communicator has failed.
   Outcome run(const uint64_t* buffers, uint64_t stream) override {
     const uint64_t x = buffers[0], gate_up = buffers[1], down = buffers[2], intermediate = buffers[5], out = buffers[6];
     if ((x | gate_up | down | intermediate | out) % sizeof(Line) != 0) {

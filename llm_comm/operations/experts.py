@@ -132,6 +132,14 @@ class Experts:
 
     # ---- What does not fit --------------------------------------------------------------------------------------
 
+    def accepts(self, *operands: Any) -> bool:
+        """Return whether ``why_not`` is "", and count a decline."""
+        self._handle.check_open()
+        why = self.why_not(*operands)
+        if why:
+            self._handle.statistics.decline(_NAME, why)
+        return not why
+
     def why_not(
         self,
         x: torch.Tensor,
@@ -220,10 +228,9 @@ class ExpertLayers:
         Row t of the result is the sum over the experts e of token t of ``topk_weights[t, e] * (down_weight[e] @
         (activation(gate) * up))``, with ``gate, up = gate_up_weight[e] @ x[t]`` in two halves. With tensor parallelism
         it is this rank's part, which an all-reduce sums up. Sums are fp32. Gate, up, their activation and its product
-        with the factor are rounded to the dtype of ``x``, as is the result. Experts are added in ascending order: the
-        bits of a token do not depend on other tokens.
-
-        **Weights are read before earlier kernels of the stream have ended**, as in ``linear``.
+        with the factor are rounded to the dtype of ``x``, as is the result. With float16 that product must be below
+        65504. Experts are added in ascending order. If all weights are finite, the bits of a token do not depend on
+        other tokens; one that is not makes its output NaN for all tokens of the batch.
 
         Args:
             x: [tokens, hidden], contiguous, bfloat16 or float16, 1 to 64 tokens.
@@ -232,8 +239,8 @@ class ExpertLayers:
             down_weight: [experts, hidden, intermediate], contiguous, of the dtype of ``x``. Both weights begin at a
                 multiple of 16 bytes, as new tensors do.
             topk_weights: [tokens, top_k], contiguous, float32: factor of each expert; top_k is 1 to 16.
-            topk_ids: [tokens, top_k], contiguous, int32: different experts of a token. A number that is no expert's,
-                such as -1, adds nothing.
+            topk_ids: [tokens, top_k], contiguous, int32: the experts of a token. Factors of an expert that a token has
+                twice are added up. Other numbers than those of experts, such as -1, add nothing.
             out: Takes the result: contiguous, like ``x``. It must share no memory with the operands. None: a new
                 tensor.
             activation: ``"silu"``, or ``"gelu_tanh"``.
@@ -260,4 +267,4 @@ class ExpertLayers:
         activation: str = "silu",
     ) -> bool:
         """Return whether ``fused_experts`` supports the operands. The answer ignores addresses."""
-        return not self._experts.why_not(x, gate_up_weight, down_weight, topk_weights, topk_ids, activation)
+        return self._experts.accepts(x, gate_up_weight, down_weight, topk_weights, topk_ids, activation)

@@ -1,4 +1,5 @@
-// Experts of few tokens behind a grid that brings x and the router's choice late, and reads what the outputs held before.
+// Experts of few tokens behind a grid that brings x and the router's choice late, and reads what the outputs held
+// before.
 #pragma once
 
 #include <algorithm>

@@ -10,6 +10,8 @@ from protection import AHEAD, HANGS, WRONG_RESULT, Protection
 
 KERNEL = "csrc/algorithms/linear/experts.cuh"
 _SUBJECTS = ("fused_experts",)
+#: Loop that counts the marks of four experts.
+_COUNT = "  for (uint32_t i = thread_index(); i < experts::kMaxExperts / 4; i += block_threads()) {\n    counts"
 
 
 #: A number that is no expert's would be an address outside of the weights, and end the program.
@@ -75,11 +77,18 @@ OF_EXPERTS = (
     ),
     _protection(
         "marks_are_there",
-        "active experts are counted when all are marked",
-        "  block_sync();\n  const auto sum_of_bytes",
-        "  if (!WITHOUT) block_sync();\n  const auto sum_of_bytes",
+        "marks are counted when all are there",
+        f"  block_sync();\n{_COUNT}",
+        f"  if (!WITHOUT) block_sync();\n{_COUNT}",
         f"{WRONG_RESULT}|{HANGS}",
         _WITHIN[0],
+    ),
+    _protection(
+        "counts_are_there",
+        "counts are added when all are there",
+        "  block_sync();\n  uint32_t all = 0;",
+        "  if (!WITHOUT) block_sync();\n  uint32_t all = 0;",
+        f"{WRONG_RESULT}|{HANGS}",
     ),
     _protection(
         "list_is_there",

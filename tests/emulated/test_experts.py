@@ -147,6 +147,43 @@ def test_a_factor_of_nan_stays_with_its_token() -> None:
     assert [bool(row.isnan().any()) for row in out] == [False, True, False]
 
 
+def test_factors_of_an_expert_that_a_token_has_twice_are_added() -> None:
+    torch.manual_seed(8)
+    layer = layer_of(4, 64, 64)
+    x, ids = torch.randn(2, 64).to(BF16), torch.tensor([[2, 2, 1], [0, 3, 0]], dtype=torch.int32)
+    weights = torch.tensor([[0.75, 0.25, 0.5], [0.125, 1.0, 0.25]])
+    once = torch.tensor([[2, -1, 1], [0, 3, -1]], dtype=torch.int32)
+    sums = torch.tensor([[1.0, 0.0, 0.5], [0.375, 1.0, 0.0]])
+    assert torch.equal(run(x, layer, ids, weights), run(x, layer, once, sums))
+
+
+def test_a_weight_that_is_not_finite_reaches_all_tokens_of_its_output() -> None:
+    """As the docstring says: zeros of tokens without the expert are multiplied too."""
+    torch.manual_seed(9)
+    layer = layer_of(4, 64, 64)
+    layer.down[3, 5, 7] = torch.inf
+    x, ids = torch.randn(2, 64).to(BF16), torch.tensor([[1], [3]], dtype=torch.int32)
+    out = run(x, layer, ids, torch.ones(2, 1))
+    assert out[0].isnan().nonzero().flatten().tolist() == [5]
+    assert run(x[:1], layer, ids[:1], torch.ones(1, 1)).isfinite().all()
+    layer.down[3, 5, 7] = 0.0
+    layer.gate_up[3, 5, 7] = torch.inf
+    assert run(x, layer, ids, torch.ones(2, 1))[0].isfinite().all()
+
+
+def test_a_tiling_that_is_given_in_part() -> None:
+    torch.manual_seed(10)
+    layer = layer_of(3, 2048, 384)
+    x, (ids, weights) = torch.randn(1, 2048).to(BF16), choice_of(1, 2, 3)
+    expected = run(x, layer, ids, weights)
+    for choice in (
+        _core.LinearChoice(stages=13),
+        _core.LinearChoice(stage_boxes=3),
+        _core.LinearChoice(block_outputs=32),
+    ):
+        assert torch.equal(run(x, layer, ids, weights, gate_up=choice, down=choice), expected)
+
+
 def test_tilings_have_the_same_bits() -> None:
     torch.manual_seed(5)
     layer = layer_of(12, 384, 640)
@@ -187,7 +224,7 @@ def test_gelu() -> None:
             "block_outputs is 24; it must be a multiple of 16 up to 64",
         ),
         ({"down": _core.LinearChoice(block_outputs=72)}, "block_outputs is 72; it must be a multiple of 8 up to 64"),
-        ({"gate_up": _core.LinearChoice(stage_boxes=3)}, "stage_boxes is 3 for 8 boxes"),
+        ({"gate_up": _core.LinearChoice(stage_boxes=9)}, "stage_boxes is 9; it must be 1 to 8"),
         ({"gate_up": _core.LinearChoice(stages=1)}, "stages is 1; it must be 2 to 16"),
         ({"gate_up": _core.LinearChoice(stages=16, stage_boxes=8)}, "bytes of shared memory"),
     ],
@@ -242,7 +279,10 @@ def call_the_method() -> dict[str, int]:
             assert out._version > version
         gelu = comm.fused_experts(**given, activation="gelu_tanh")
         assert torch.equal(gelu, run(x, Layer(gate_up, down), ids, weights, "gelu_tanh_and_mul"))
-        return {calls.operation: calls.calls for calls in comm.stats().calls}
+        counted = {calls.operation: calls.calls for calls in comm.stats().calls}
+    with pytest.raises(RuntimeError):
+        comm.accepts_fused_experts(**given)
+    return counted
 
 
 def test_the_method(ranks: RankPool) -> None:

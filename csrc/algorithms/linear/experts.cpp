@@ -70,31 +70,29 @@ Choice choose(const Problem& problem, bool is_gated, Choice choice, uint32_t sm_
   if (choice.stage_boxes == 0) {
     choice.stage_boxes = 1;
     for (const uint32_t stage_boxes : {8u, 6u, 4u, 2u}) {
-      // Few tiles in the last stage of an expert would waste its place.
-      if (stage_boxes > boxes || divide_up(boxes, stage_boxes) * stage_boxes * 10 > boxes * 12) continue;
       Choice some = choice;
       some.stage_boxes = stage_boxes;
-      some.stages = 4;
-      if (shared_bytes(problem, some) > half && stage_boxes > 2) continue;
+      if (some.stages == 0) some.stages = stage_boxes > 2 ? 4 : 2;
+      // Few tiles in the last stage of an expert would waste its place.
+      const bool is_wasteful = divide_up(boxes, stage_boxes) * stage_boxes * 10 > boxes * 12;
+      if (stage_boxes > boxes || is_wasteful || shared_bytes(problem, some) > half) continue;
       choice.stage_boxes = stage_boxes;
       break;
     }
   }
   if (choice.stages == 0) {
-    for (choice.stages = linear::kMaxStages; choice.stages > 2; --choice.stages) {
-      if (shared_bytes(problem, choice) <= half) break;
-    }
+    const uint32_t slots = is_gated ? 1 : most_active(problem);
+    choice.stages = std::clamp(slots * divide_up(boxes, choice.stage_boxes), 2u, linear::kMaxStages);
+    while (choice.stages > 2 && shared_bytes(problem, choice) > half) --choice.stages;
   }
   const auto refuse = [](const std::string& why) { throw std::invalid_argument("experts: " + why); };
   if (choice.block_outputs > linear::kMaxBlockOutputs || choice.block_outputs % step != 0) {
     refuse("block_outputs is " + std::to_string(choice.block_outputs) + "; it must be a multiple of " +
            std::to_string(step) + " up to " + std::to_string(linear::kMaxBlockOutputs));
   }
-  // The teams take turns within an expert: a stage has an even number of tiles, or all.
-  const bool takes_turns = choice.stage_boxes % 2 == 0 || choice.stage_boxes >= boxes;
-  if (choice.stage_boxes > linear::kMaxStageBoxes || (!takes_turns && choice.stage_boxes != 1)) {
-    refuse("stage_boxes is " + std::to_string(choice.stage_boxes) + " for " + std::to_string(boxes) +
-           " boxes; it must be 1, even, or all of them, up to " + std::to_string(linear::kMaxStageBoxes));
+  if (choice.stage_boxes > linear::kMaxStageBoxes) {
+    refuse("stage_boxes is " + std::to_string(choice.stage_boxes) + "; it must be 1 to " +
+           std::to_string(linear::kMaxStageBoxes));
   }
   if (choice.stages < 2 || choice.stages > linear::kMaxStages) {
     refuse("stages is " + std::to_string(choice.stages) + "; it must be 2 to " + std::to_string(linear::kMaxStages));

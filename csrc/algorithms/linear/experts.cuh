@@ -1,8 +1,8 @@
 // Kernels of experts with few tokens: gate and up with their activation, then the down-projection.
 //
 // Shape. With few tokens the time is that of reading the weights of the active experts once. Both kernels are those of
-// linear layers (kernel.cuh): two teams multiply, one warp fetches, weight rows are the 64-row operand. A block has all
-// tokens, also those of other experts: their products are dropped.
+// linear layers (kernel.cuh): two teams multiply, one warp fetches, weight rows are the 64-row operand. A block
+// multiplies all tokens, and drops the products of tokens that have other experts.
 //
 // Active experts. Each block finds them itself, in ascending order, from the numbers that the router chose. Their place
 // in this order is their slot.
@@ -14,10 +14,12 @@
 // a token, and nothing is left to reduce.
 //
 // Order of additions. Tile i of an expert's inputs belongs to team i % 2, which adds the experts in ascending order. A
-// slot of an expert that a token does not have adds zeros. So the bits of a token do not depend on other tokens.
+// slot of an expert that a token does not have adds products of zero. So with finite weights the bits of a token do not
+// depend on other tokens.
 //
-// Early start. The down-projection reads the router's choice and fetches weights before gate and up have ended. They
-// have waited for the router's kernel before they trigger (grid_dependency_trigger), so that its choice is visible.
+// Early start. The down-projection reads the router's choice and fetches weights before gate and up have ended. Each
+// block of gate and up triggers it (grid_dependency_trigger) when it has waited for the grids before. So these have
+// ended, and the choice is visible.
 #pragma once
 
 #include "algorithms/linear/epilogue.cuh"
@@ -33,41 +35,46 @@ struct ExpertsMemory {
 
   LLM_COMM_DEVICE SharedAddress full(uint32_t stage) const { return start + 16 * stage; }
   LLM_COMM_DEVICE SharedAddress empty(uint32_t stage) const { return full(stage) + 8; }
-  LLM_COMM_DEVICE uint8_t* present() const { return pointer_to<uint8_t>(start + experts::kPresentOffset); }
+  LLM_COMM_DEVICE uint8_t* marks() const { return pointer_to<uint8_t>(start + experts::kMarksOffset); }
+  LLM_COMM_DEVICE uint8_t* counts() const { return pointer_to<uint8_t>(start + experts::kCountsOffset); }
   LLM_COMM_DEVICE uint16_t* active() const { return pointer_to<uint16_t>(start + experts::kActiveOffset); }
   LLM_COMM_DEVICE float* factors() const { return pointer_to<float>(start + experts::kFactorsOffset); }
-  LLM_COMM_DEVICE uint32_t* has_expert() const { return pointer_to<uint32_t>(start + experts::kRoutedOffset); }
+  LLM_COMM_DEVICE uint32_t* has_expert() const { return pointer_to<uint32_t>(start + experts::kHasExpertOffset); }
   LLM_COMM_DEVICE uint32_t* ids() const { return pointer_to<uint32_t>(start + experts::kIdsOffset); }
   LLM_COMM_DEVICE SharedAddress stage_at(uint32_t offset) const { return start + (experts::kHeaderBytes + offset); }
 };
 
 // Writes the active experts to memory.active() in ascending order and returns their number. Called by all threads.
 LLM_COMM_DEVICE uint32_t find_active_experts(const ExpertsArgs& args, const ExpertsMemory& memory) {
-  // A byte for each expert: 1 if it is active.
-  uint8_t* const present = memory.present();
-  auto* const words = reinterpret_cast<uint32_t*>(present);
+  // A byte for each expert, 1 if it is active, and a byte for each four experts: how many of them are.
+  uint8_t* const marks = memory.marks();
+  uint8_t* const counts = memory.counts();
+  const auto four = [](const uint8_t* bytes, uint32_t i) { return reinterpret_cast<const uint32_t*>(bytes)[i]; };
+  const auto sum_of_bytes = [](uint32_t word) { return word * 0x01010101u >> 24; };
   const uint32_t chosen = args.tokens * args.top_k;
-  const uint32_t word_count = (args.experts + 3) / 4;
-  for (uint32_t i = thread_index(); i < word_count; i += block_threads()) words[i] = 0;
+  for (uint32_t i = thread_index(); i < experts::kMaxExperts / 4; i += block_threads()) {
+    reinterpret_cast<uint32_t*>(marks)[i] = 0;
+  }
   for (uint32_t i = thread_index(); i < chosen; i += block_threads()) memory.ids()[i] = load_relaxed(args.ids + i);
   block_sync();
   for (uint32_t i = thread_index(); i < chosen; i += block_threads()) {
     const uint32_t id = memory.ids()[i];
-    if (id < args.experts) present[id] = 1;
+    if (id < args.experts) marks[id] = 1;  // several threads may store the same byte
   }
   block_sync();
-  const auto sum_of_bytes = [](uint32_t word) { return word * 0x01010101u >> 24; };
+  for (uint32_t i = thread_index(); i < experts::kMaxExperts / 4; i += block_threads()) {
+    counts[i] = static_cast<uint8_t>(sum_of_bytes(four(marks, i)));
+  }
+  block_sync();
   uint32_t all = 0;
-  for (uint32_t e = thread_index(); e < args.experts || e == thread_index(); e += block_threads()) {
-    uint32_t before = 0;
-    all = 0;
-    for (uint32_t i = 0; i < word_count; ++i) {
-      const uint32_t count = sum_of_bytes(words[i]);
-      all += count;
-      if (i < e / 4) before += count;
-    }
-    if (e >= args.experts || present[e] == 0) continue;
-    memory.active()[before + sum_of_bytes(words[e / 4] & ((1u << 8 * (e % 4)) - 1))] = static_cast<uint16_t>(e);
+  for (uint32_t i = 0; i < (args.experts + 15) / 16; ++i) all += sum_of_bytes(four(counts, i));
+  for (uint32_t e = thread_index(); e < args.experts; e += block_threads()) {
+    if (marks[e] == 0) continue;
+    const auto below = [](uint32_t word, uint32_t bytes) { return word & ((1u << 8 * bytes) - 1); };
+    uint32_t before =
+        sum_of_bytes(below(four(counts, e / 16), e / 4 % 4)) + sum_of_bytes(below(four(marks, e / 4), e % 4));
+    for (uint32_t i = 0; i < e / 16; ++i) before += sum_of_bytes(four(counts, i));
+    memory.active()[before] = static_cast<uint16_t>(e);
   }
   block_sync();
   return all;
@@ -212,14 +219,15 @@ experts_layer(LLM_COMM_KERNEL_PARAM ExpertsArgs args) {
   if constexpr (Gated) {
     const uint32_t expert = memory.active()[first_slot];
     for (uint32_t token = thread_index(); token < args.tokens; token += block_threads()) {
-      uint32_t has_expert = 0, bits = 0;
+      uint32_t has_expert = 0;
+      float factor = 0.0f;
       for (uint32_t i = token * args.top_k; i < (token + 1) * args.top_k; ++i) {
         if (memory.ids()[i] != expert) continue;
         has_expert = 1;
-        bits = load_plain(args.factors + i);
+        factor += bits_to_float(load_plain(args.factors + i));
       }
       memory.has_expert()[token] = has_expert;
-      memory.factors()[token] = bits_to_float(bits);
+      memory.factors()[token] = factor;
     }
   }
   const ExpertsFetch<Gated, Tokens> fetch(args, memory, first_slot, end_slot, first);

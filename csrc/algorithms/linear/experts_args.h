@@ -10,7 +10,7 @@ struct ExpertsArgs {
   MatrixView weight;  // a part for each matrix: gate and up of each expert, or its down-projection
   MatrixView x;       // of gate and up: the tokens. Of the down-projection: a part for each active expert
   void* out;
-  const uint32_t* ids;      // [tokens, top_k]; what is no expert's number is none
+  const uint32_t* ids;      // [tokens, top_k]; other numbers than those of experts add nothing
   const uint32_t* factors;  // [tokens, top_k], bits of floats
   LinearEpilogue epilogue;
   uint32_t tokens;

@@ -9,9 +9,9 @@ namespace llm_comm::host {
 // `box_rows` rows at once. The kernel's fetches must have the same numbers.
 //
 // `parts`: matrices of matrix.rows rows each, one after the other in memory, such as the weights of gate and up. A tile
-// has box_rows / box_parts rows of each of `box_parts` neighbours among them; 0: of the only one, for fetch_boxes<1>.
-// `use`: how many bytes a miss brings into the L2 cache. The 128-byte swizzle is
-// that of platform_cuda_tiles.cuh. Throws std::runtime_error if the driver refuses the matrix.
+// has box_rows / box_parts rows of each of `box_parts` neighbours among them. With box_parts 0 the matrix is plain: the
+// map is for fetch_boxes<1>. `use`: how many bytes a miss brings into the L2 cache. The 128-byte swizzle is that of
+// platform_cuda_tiles.cuh. Throws std::runtime_error if the driver refuses the matrix.
 void encode_tensor_map(MatrixView& matrix, uint32_t parts, uint32_t box_parts, uint32_t box_rows, uint32_t boxes,
                        BoxUse use);
 
