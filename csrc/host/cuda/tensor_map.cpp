@@ -7,7 +7,8 @@
 namespace llm_comm::host {
 
 // Dimensions, innermost first: elements of a tile row, rows of a part, parts (unless the matrix is plain), tiles. One
-// fetch copies several tiles, each row by row. Rows beyond a part are filled with zeros and never read from the next part.
+// fetch copies several tiles, each row by row. Rows beyond a part are filled with zeros and never read from the next
+// part.
 void encode_tensor_map(MatrixView& matrix, uint32_t parts, uint32_t box_parts, uint32_t box_rows, uint32_t boxes,
                        BoxUse use) {
   // TMA only moves elements, so bf16 stands for every type: for fp16, and for two FP8 elements.
