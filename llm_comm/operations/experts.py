@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import torch
 
 from llm_comm import _core, registry
-from llm_comm.errors import LlmCommError, UnsupportedInputError
+from llm_comm.errors import UnsupportedInputError
 from llm_comm.operations.operands import (
     Operands,
     check_memory,
@@ -70,30 +70,27 @@ class Experts:
         check_unwatched(_NAME)
         self._handle.check_open()
         operands = x, gate_up_weight, down_weight, topk_weights, topk_ids
-        why = self.why_not(*operands, activation) or self._why_not_aligned(gate_up_weight, down_weight)
+        why = self.why_not(*operands, activation)
+        if not why:
+            check_memory(_NAME, **dict(zip(_OPERANDS.reads, operands, strict=True)))
+            why = self._why_not_aligned(gate_up_weight, down_weight)
         if not why and out is not None:
-            why = why_not_out(out, x.shape, x.dtype, self._device)
+            why = why_not_out(out, x.shape, x.dtype, self._device) or why_not_buffer(out, self._device)
         if why:
             self._handle.statistics.decline(_NAME, why)
             raise UnsupportedInputError(f"{_NAME}: {why}")
         if out is not None:
             _OPERANDS.check_written(*operands, out)
         prepared = self._prepare(x, down_weight, topk_ids, activation)
-        try:
-            # Copies and results may be freed before the kernels have run: later users of their memory follow in the
-            # stream.
-            if x.data_ptr() % _ALIGNMENT != 0:
-                x = x.clone()
-            is_aligned = out is not None and out.data_ptr() % _ALIGNMENT == 0
-            y = out if is_aligned else torch.empty_like(x)
-            state = x.new_empty(prepared.state)
-            read = (tensor.data_ptr() for tensor in (x, gate_up_weight, down_weight, topk_ids, topk_weights))
-            is_enqueued = prepared.run(*read, state.data_ptr(), y.data_ptr(), self._current_stream())
-        except LlmCommError:
-            raise
-        except (RuntimeError, ValueError):
-            check_memory(_NAME, **dict(zip(_OPERANDS.reads, operands, strict=True)))
-            raise
+        # Copies and results may be freed before the kernels have run: later users of their memory follow in the
+        # stream.
+        if x.data_ptr() % _ALIGNMENT != 0:
+            x = x.clone()
+        is_aligned = out is not None and out.data_ptr() % _ALIGNMENT == 0
+        y = out if is_aligned else torch.empty_like(x)
+        state = x.new_empty(prepared.state)
+        read = (tensor.data_ptr() for tensor in (x, gate_up_weight, down_weight, topk_ids, topk_weights))
+        is_enqueued = prepared.run(*read, state.data_ptr(), y.data_ptr(), self._current_stream())
         if not is_enqueued:
             self._handle.check()
         if out is None:

@@ -31,7 +31,7 @@ ROWS, FEATURES = 2, 128
 EPS = 1e-5
 #: Bytes at a multiple of which the weight of a layer begins.
 ALIGNMENT = 16
-LAYER_WEIGHTS = {"weight", "gate_up_weight", "linear_weight"}
+LAYER_WEIGHTS = {"weight", "gate_up_weight", "down_weight", "linear_weight"}
 
 Tensors = dict[str, torch.Tensor]
 
@@ -78,6 +78,8 @@ def cases(world: int) -> list[Case]:
     gate_up = {"x": rows(), "gate_up_weight": ones(128, FEATURES), "bias": ones(128)}
     summed = {"x": rows(), "linear_weight": ones(64, FEATURES), "bias": ones(64)}
     before_norm = {**summed, "residual": rows(64), "norm_weight": ones(64)}
+    experts = {"x": rows(), "gate_up_weight": ones(2, 128, FEATURES), "down_weight": ones(2, FEATURES, 64)}
+    experts |= {"topk_weights": torch.ones(ROWS, 1), "topk_ids": torch.ones(ROWS, 1, dtype=torch.int32)}
     written = {"out": rows(), "residual_out": rows()}
     scaled = {"x": rows(dtype=FP8), "linear_weight": ones(64, FEATURES, dtype=FP8), "bias": ones(64)}
     scaled |= {"x_scale": torch.ones(1), "weight_scale": torch.ones(1)}
@@ -108,6 +110,7 @@ def cases(world: int) -> list[Case]:
         Case("try_linear_gelu_tanh_and_mul", gate_up),
         Case("try_linear_all_reduce_add_rms_norm", before_norm, options={"eps": EPS}),
         Case("try_all_reduce_add_rms_norm", {**norm, **written}, tuple(written), (*of_norm, *same), {"eps": EPS}),
+        Case("fused_experts", {**experts, "out": rows()}, out, has_operator=False),
         Case("run", {"input": rows(), "output": rows()}, ("output",), has_operator=False),
         Case("dsl", x_and_out, out, same, has_operator=False),
     ]
@@ -192,12 +195,13 @@ def refuse_what_is_lost(walk: Walk) -> None:
     for case, name in each(walk.cases):
         tensor = case.operands[name]
         walk.refuse("negated", case, **{name: negated(tensor)})
-        walk.refuse("requires grad", case, **{name: tensor.clone().requires_grad_()})
-        with torch.no_grad():
-            walk.call(case, **{name: tensor.clone().requires_grad_()})
-        with forward_ad.dual_level():
-            match = "tangent" if case.has_operator else "forward-mode"
-            walk.refuse(match, case, **{name: forward_ad.make_dual(tensor.clone(), tensor.clone())})
+        if tensor.is_floating_point():
+            walk.refuse("requires grad", case, **{name: tensor.clone().requires_grad_()})
+            with torch.no_grad():
+                walk.call(case, **{name: tensor.clone().requires_grad_()})
+            with forward_ad.dual_level():
+                match = "tangent" if case.has_operator else "forward-mode"
+                walk.refuse(match, case, **{name: forward_ad.make_dual(tensor.clone(), tensor.clone())})
         kept.clear()
         torch.vmap(lambda row: kept.append(row) or row)(torch.stack([tensor] * 2))
         walk.refuse("no memory of its own", case, **{name: kept[0]})
