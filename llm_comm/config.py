@@ -299,6 +299,7 @@ class EngineOptions(Config):
 
     enable: bool = True
     fuse: bool = True
+    fuse_experts: bool = False
     tune_at_start: str | float = "auto"
     all_gather: bool = True
     reduce_scatter: bool = True

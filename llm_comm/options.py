@@ -282,6 +282,14 @@ OPTIONS: dict[str, Option] = {
         "(docs/reference/linear.md). ``auto``: where it is faster, as the tuning table says, or as measured at start. "
         "True: wherever it is served; ``pdl`` is then on in engines too, unless it was chosen.",
     ),
+    "fuse_experts": Option(
+        _BOOLEAN,
+        Alike.YES,
+        "sums would be of parts that different kernels have rounded",
+        "Whether SGLang's integration computes the experts of up to 64 tokens with llm_comm "
+        "(docs/experiments/experts.md). Off by default: no GPU has run these kernels.",
+        of_engines=True,
+    ),
     "tune_at_start": Option(
         Kind(
             lambda text: text if text == "auto" else float(text),

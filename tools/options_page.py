@@ -12,7 +12,7 @@ import textwrap
 from pathlib import Path
 
 from llm_comm.config import EngineOptions
-from llm_comm.options import MIB, OPTIONS, Option, parse_size
+from llm_comm.options import MIB, OPTIONS, Option
 
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "options.md"
 _HEAD = """\
@@ -29,7 +29,7 @@ An option can be set in four places. Later places override earlier ones:
 
 Rules for all options:
 
-- Sizes may be written as `64M`. An empty variable counts as not set.
+- Sizes may be written as `64M`, which is 64 MiB; true and false as `1` and `0`. An empty variable counts as not set.
 - `llm-comm doctor` shows each value and where it comes from.
 - An unknown option or `LLM_COMM_*` variable is an error in Python and on the command line. In an engine it is a
   warning, so an older llm_comm starts with the settings of a newer one.
@@ -63,8 +63,7 @@ def _section(name: str, option: Option, default: object) -> str:
 {_wrapped(option.meaning)}
 
 - Variable: `LLM_COMM_{name.upper()}`
-- Type: {_type(option)}
-- Values: {_markdown(_values(option))}
+- Values: {_values(option)}
 - Default: `{_default(default)}`
 - Ranks must agree: {option.alike.value}
 - Reason: {_markdown(option.why)}
@@ -76,20 +75,9 @@ def _wrapped(text: str) -> str:
 
 
 def _values(option: Option) -> str:
-    return option.kind.values_on_page or option.kind.valid_values
-
-
-def _type(option: Option) -> str:
-    parse, values = option.kind.parse, _values(option)
-    if parse is parse_size:
-        return "size in bytes"
-    if parse in (int, float):
-        return "integer" if parse is int else "number"
-    if values.startswith("true or false"):
-        return "boolean or port" if "port" in values else "boolean"
-    if values.startswith("'"):
-        return "choice"
-    return "path" if values.startswith("path") else "text"
+    """Return the values of an option, without what the page says of all options."""
+    values = _markdown(option.kind.values_on_page or option.kind.valid_values)
+    return re.sub(r" \(environment[^;)]*\)|(?<=\()environment[^;)]*; ", "", values)
 
 
 def _default(value: object) -> str:

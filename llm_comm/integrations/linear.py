@@ -48,6 +48,9 @@ FIRST_INVARIANT_LINEAR = (
     "llm_comm: first linear layer of any number of tokens computed by llm_comm (%d ranks, shape %s, weight %s)"
 )
 
+#: First experts of few tokens. The weight is that of gate and up.
+FIRST_EXPERTS = "llm_comm: first experts computed by llm_comm (%d ranks, shape %s, weight %s)"
+
 #: Part of the start-up line if llm_comm computes linear layers at every batch size.
 LINEAR_AT_EVERY_SIZE = "; linear layers by llm_comm at every size (batch_invariant_linear)"
 

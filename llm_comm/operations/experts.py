@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -11,6 +12,7 @@ from llm_comm import _core, registry
 from llm_comm.errors import UnsupportedInputError
 from llm_comm.operations.operands import (
     Operands,
+    attempt,
     check_memory,
     check_unwatched,
     count_write,
@@ -252,6 +254,23 @@ class ExpertLayers:
             RuntimeError: The kernels could not be launched. No rank waits for them.
         """
         return self._experts.run(x, gate_up_weight, down_weight, topk_weights, topk_ids, out, activation)
+
+    def try_fused_experts(
+        self,
+        x: torch.Tensor,
+        gate_up_weight: torch.Tensor,
+        down_weight: torch.Tensor,
+        topk_weights: torch.Tensor,
+        topk_ids: torch.Tensor,
+        *,
+        activation: str = "silu",
+    ) -> torch.Tensor | None:
+        """Run ``fused_experts`` into a new tensor. Return None where it would raise UnsupportedInputError."""
+        operands = (x, gate_up_weight, down_weight, topk_weights, topk_ids)
+        return attempt(
+            partial(self.accepts_fused_experts, *operands, activation=activation),
+            partial(self.fused_experts, *operands, activation=activation),
+        )
 
     def accepts_fused_experts(
         self,

@@ -111,6 +111,7 @@ def cases(world: int) -> list[Case]:
         Case("try_linear_all_reduce_add_rms_norm", before_norm, options={"eps": EPS}),
         Case("try_all_reduce_add_rms_norm", {**norm, **written}, tuple(written), (*of_norm, *same), {"eps": EPS}),
         Case("fused_experts", {**experts, "out": rows()}, out, has_operator=False),
+        Case("try_fused_experts", experts, has_operator=False),
         Case("run", {"input": rows(), "output": rows()}, ("output",), has_operator=False),
         Case("dsl", x_and_out, out, same, has_operator=False),
     ]

@@ -21,6 +21,7 @@ from sglang.srt.environ import envs
 from sglang.srt.runtime_context import get_disagg, get_exec
 from sglang.srt.utils import is_cuda
 
+from llm_comm import _core
 from llm_comm.communicator import Communicator
 from llm_comm.config import EngineOptions
 from llm_comm.integrations import (
@@ -37,6 +38,7 @@ from llm_comm.integrations.engine_config import options_of
 from llm_comm.integrations.gather_scatter import EngineGatherScatter
 from llm_comm.integrations.linear import (
     FIRST_ACTIVATED,
+    FIRST_EXPERTS,
     FIRST_INVARIANT_LINEAR,
     FIRST_LINEAR,
     LINEAR_AT_EVERY_SIZE,
@@ -126,6 +128,7 @@ def step_in(group: Any, arguments: Mapping[str, Any]) -> None:
         about_layers += collective_tuning.tune(member.communicator, group.cpu_group, model, logger)
         about_layers += _set_up_fusion(group, member.communicator, model)
         about_layers += _set_up_invariant_linears(group, member.communicator)
+        about_layers += _set_up_experts(group, member.communicator)
     if sums:
         about_layers += _serve_flashinfer(group, member, is_elsewhere)
     if dist.get_rank() == 0:
@@ -296,6 +299,21 @@ def _set_up_invariant_linears(group: Any, communicator: Communicator) -> str:
 
     invariant_linear.activate(group)
     return LINEAR_AT_EVERY_SIZE
+
+
+def _set_up_experts(group: Any, communicator: Communicator) -> str:
+    """With ``fuse_experts``: compute experts of few tokens by llm_comm, on all ranks or on none. Return text for the
+    start line. Collective."""
+    if not options_of(communicator).fuse_experts:
+        return ""
+    of_this_rank = "deterministic inference is on" if _is_deterministic() else TABLE.attempt(seams.EXPERTS)
+    why_not = joining.objection_of_any(group.cpu_group, of_this_rank, seams.EXPERTS)
+    if why_not is not None:
+        return f"; experts are SGLang's: {why_not}"
+    from llm_comm.integrations.sglang import experts
+
+    experts.activate(group)
+    return f"; experts of up to {_core.linear_max_tokens} tokens by llm_comm (fuse_experts)"
 
 
 def _attempt_linears() -> str | None:
@@ -497,6 +515,18 @@ class LlmCommAllReduce:
     def batch_invariant_linear(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor | None:
         """Compute a linear layer of deterministic mode (``invariant_linear.py``); None after ``leave``."""
         return self._try_linear(batch_invariant_linear, x, weight, FIRST_INVARIANT_LINEAR)
+
+    def fused_experts(
+        self,
+        x: torch.Tensor,
+        gate_up_weight: torch.Tensor,
+        down_weight: torch.Tensor,
+        topk_weights: torch.Tensor,
+        topk_ids: torch.Tensor,
+    ) -> torch.Tensor | None:
+        """Compute experts with silu on this rank by llm_comm, as ``Communicator.fused_experts``; None if declined."""
+        others = {"down_weight": down_weight, "topk_weights": topk_weights, "topk_ids": topk_ids}
+        return self._try_linear(Communicator.try_fused_experts, x, gate_up_weight, FIRST_EXPERTS, **others)
 
     def _try_linear(self, *arguments: Any, **options: Any) -> torch.Tensor | None:
         return None if self._llm_comm is None else self._member.try_linear(*arguments, **options)

@@ -19,6 +19,7 @@ LINEAR = "linear layers"
 FP8 = "linear layers of FP8"
 SILU_AND_MUL = "gate and up with silu-and-mul"
 INVARIANT_LINEAR = "batch-invariant linear layers"
+EXPERTS = "experts"
 
 #: Consequence of each feature being off, for messages.
 LOST = {
@@ -31,6 +32,7 @@ LOST = {
     FP8: "Linear layers of FP8 are SGLang's",
     SILU_AND_MUL: "Silu-and-mul of MLPs is SGLang's",
     INVARIANT_LINEAR: "Linear layers are SGLang's",
+    EXPERTS: "Experts are SGLang's",
 }
 
 _OURS = "llm_comm.integrations.sglang"
@@ -41,6 +43,7 @@ _UPDATER = "sglang.srt.managers.scheduler_components.weight_updater:SchedulerWei
 _BOUNDARY = "sglang.srt.layers.communicator:LayerCommunicator"
 _UNQUANTIZED = "sglang.srt.layers.quantization.unquant"
 _LINEAR = "sglang.srt.layers.linear"
+_DISPATCHER = "sglang.srt.layers.moe.token_dispatcher.standard"
 _LLAMA = "sglang.srt.models.llama"
 _QWEN2 = "sglang.srt.models.qwen2"
 _QWEN3 = "sglang.srt.models.qwen3"
@@ -203,6 +206,15 @@ ROWS = (
         INVARIANT_LINEAR,
         f"{_UNQUANTIZED}:UnquantizedLinearMethod.apply",
         patch=f"{_OURS}.invariant_linear:around_apply",
+    ),
+    Row(EXPERTS, f"{_UNQUANTIZED}:UnquantizedFusedMoEMethod.apply", patch=f"{_OURS}.experts:around_apply"),
+    *digest_rows(
+        EXPERTS,
+        f"{_UNQUANTIZED}:UnquantizedFusedMoEMethod.forward_cuda",
+        f"{_DISPATCHER}:StandardDispatchOutput",
+        f"{_DISPATCHER}:StandardCombineInput",
+        "sglang.srt.layers.moe.topk:StandardTopKOutput",
+        "sglang.srt.layers.moe.moe_runner.base:MoeRunnerConfig",
     ),
 )
 

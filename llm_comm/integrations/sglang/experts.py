@@ -1,0 +1,81 @@
+"""Hook in SGLang that computes the experts of few tokens by llm_comm, with option ``fuse_experts``.
+
+``UnquantizedFusedMoEMethod.apply`` is hooked. Its input is what the router has chosen: rows of tokens, and the experts
+and factors of each. Its result is this rank's part of the sum, which SGLang, or a fused norm, all-reduces later. So the
+hook involves no other rank. Ranks decide alike, since the decision depends on shapes, dtypes and the layer's settings.
+
+llm_comm serves layers that SGLang computes by its Triton kernels, whose weights are in the order of the model. Layers
+with a bias, with another activation than silu or with any setting of ``MoeRunnerConfig`` that changes what is computed
+are SGLang's, as are batches of more tokens. With expert parallelism SGLang numbers a rank's own experts from 0, and
+gives -1 for others, which add nothing.
+
+SGLang's Triton kernels may write the result over their input. llm_comm returns a new tensor, which SGLang takes too.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import torch
+from sglang.srt.layers.moe.token_dispatcher.standard import StandardCombineInput, StandardDispatchOutput
+from sglang.srt.layers.moe.topk import StandardTopKOutput
+
+#: Settings of ``MoeRunnerConfig`` that may have any value: sizes, names, and where results are written. Any other one
+#: must have its default, one of a later release too.
+_ANY_VALUE = {
+    "num_experts",
+    "num_local_experts",
+    "hidden_size",
+    "intermediate_size_per_partition",
+    "layer_id",
+    "top_k",
+    "num_fused_shared_experts",
+    "params_dtype",
+    "routing_method_type",
+    "runner_backend",
+    "inplace",
+    "layer",
+}
+
+
+class _State:
+    """State of the process.
+
+    Attributes:
+        group: SGLang's tensor-parallel group, whose communicator computes the experts; None: SGLang does.
+    """
+
+    group: Any = None
+
+
+def activate(group: Any) -> None:
+    """Have the communicator of SGLang's ``group`` compute experts."""
+    _State.group = group
+
+
+def around_apply(theirs: Any, method: Any, layer: Any, dispatch_output: Any) -> Any:
+    """Hook of ``UnquantizedFusedMoEMethod.apply``: use llm_comm if it serves the layer and the batch."""
+    compute = getattr(getattr(_State.group, "ca_comm", None), "fused_experts", None)
+    if compute is None or torch.compiler.is_compiling() or not _is_served(method, layer, dispatch_output):
+        return theirs(method, layer, dispatch_output)
+    chosen = dispatch_output.topk_output
+    x = dispatch_output.hidden_states
+    y = compute(x, layer.w13_weight, layer.w2_weight, chosen.topk_weights, chosen.topk_ids)
+    return theirs(method, layer, dispatch_output) if y is None else StandardCombineInput(hidden_states=y)
+
+
+def _is_served(method: Any, layer: Any, dispatch_output: Any) -> bool:
+    """Return whether llm_comm computes what ``method`` would, apart from shapes and dtypes."""
+    return (
+        method.runner.runner_backend.is_triton()
+        and getattr(layer, "w13_weight_bias", None) is None
+        and getattr(layer, "w2_weight_bias", None) is None
+        and isinstance(dispatch_output, StandardDispatchOutput)
+        and isinstance(dispatch_output.topk_output, StandardTopKOutput)
+        and all(
+            getattr(method.moe_runner_config, field.name) == field.default
+            for field in dataclasses.fields(method.moe_runner_config)
+            if field.name not in _ANY_VALUE
+        )
+    )

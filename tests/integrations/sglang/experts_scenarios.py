@@ -1,0 +1,261 @@
+"""SGLang's experts by llm_comm: run by ``test_sglang_experts.py``, as ``scenarios.py`` is by its test.
+
+The method of experts without quantization and what it takes are excerpts, as the norms of ``fusion_scenarios.py`` are.
+The runner of SGLang's Triton kernels is a stand-in.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+import logging
+import os
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import SimpleNamespace
+from typing import Any, NamedTuple
+from unittest import mock
+
+import torch
+import torch.nn.functional as F
+from fusion_scenarios import Norm, empty_package, excerpt, names_in, no, server, source_of
+from linear_scenarios import generator, meet_elsewhere
+from lost_seams import lose
+from rank_processes import Log, dist_rank, scenario, serve
+from scenarios import ours, sglang_groups
+from torch import nn
+
+from llm_comm.integrations.sglang import seams
+
+EXPERTS, TOP_K, HIDDEN, INNER = 6, 2, 128, 64
+_MOE, _UNQUANTIZED = "sglang.srt.layers.moe", "sglang.srt.layers.quantization.unquant"
+_METHOD = f"{_UNQUANTIZED}:UnquantizedFusedMoEMethod.apply"
+
+# ---- Excerpts -------------------------------------------------------------------------------------------------------
+
+for package in ("", ".token_dispatcher", ".moe_runner"):
+    empty_package(_MOE + package)
+# Since 0.5.23 the questions that a backend answers are apart.
+_PREDICATES = {"_MoeRunnerBackendPredicates"} & names_in(source_of(f"{_MOE}.utils")[1].body)
+backends = excerpt(f"{_MOE}.utils", "MoeRunnerBackend", *_PREDICATES, Enum=enum.Enum)
+dispatcher = excerpt(
+    f"{_MOE}.token_dispatcher.standard", "StandardDispatchOutput", "StandardCombineInput", NamedTuple=NamedTuple
+)
+topk = excerpt(f"{_MOE}.topk", "StandardTopKOutput", NamedTuple=NamedTuple)
+runners = excerpt(f"{_MOE}.moe_runner.base", "MoeRunnerConfig", dataclass=dataclasses.dataclass)
+
+
+class Method(Norm):
+    """The bases of the method, which choose by platform."""
+
+    def forward(self, **operands: Any) -> Any:
+        return self.forward_cuda(**operands)  # type: ignore[operator]
+
+
+unquantized = excerpt(
+    _UNQUANTIZED,
+    "UnquantizedFusedMoEMethod",
+    FusedMoEMethodBase=type("FusedMoEMethodBase", (), {}),
+    **dict.fromkeys(("MultiPlatformOp", "BaseFusedOp"), Method),  # the latter since 0.5.18
+    TritonMoeQuantInfo=SimpleNamespace,
+    get_moe_runner_backend=lambda: SimpleNamespace(is_flashinfer_cutlass=no),
+)
+
+
+class Runner:
+    """SGLang's kernels: computes the same in fp64, and notes the tokens."""
+
+    def __init__(self, backend: Any) -> None:
+        self.runner_backend = backend
+        self.tokens: list[int] = []
+
+    def run(self, given: Any, info: Any) -> Any:
+        self.tokens.append(len(given.hidden_states))
+        y = expected(given, info.w13_weight, info.w2_weight).to(given.hidden_states.dtype)
+        return dispatcher.StandardCombineInput(hidden_states=y)
+
+
+# ---- Scenarios ------------------------------------------------------------------------------------------------------
+
+
+@scenario(smoke=True, LLM_COMM_FUSE_EXPERTS="1")
+def experts_of_few_tokens_are_computed_by_llm_comm() -> None:
+    with served() as log:
+        assert len(log.having("; experts of up to 64 tokens by llm_comm (fuse_experts)")) == (dist_rank() == 0)
+        for dtype in (torch.bfloat16, torch.float16):
+            method, layer = experts(dtype)
+            for tokens in (1, 17, 64):
+                check(method, layer, given_of(tokens, dtype))
+            assert method.runner.tokens == []
+            check(method, layer, given_of(65, dtype))
+            check(method, layer, given_of(0, dtype))
+            assert method.runner.tokens == [65, 0]
+        said = f"llm_comm: first experts computed by llm_comm (2 ranks, shape (1, {HIDDEN}), weight (6, 128, {HIDDEN}))"
+        assert len(log.having(said)) == (dist_rank() == 0)
+        assert len(log.having("first experts")) == (dist_rank() == 0)
+
+
+@scenario(LLM_COMM_FUSE_EXPERTS="1")
+def tokens_without_an_expert_of_this_rank_get_zeros() -> None:
+    with served():
+        method, layer = experts()
+        given = given_of(5)
+        given.topk_output.topk_ids[0] = -1
+        given.topk_output.topk_ids[3, 1] = -1
+        check(method, layer, given)
+        assert not method.apply(layer, given).hidden_states[0].any()
+        assert method.runner.tokens == []
+
+
+@scenario(LLM_COMM_FUSE_EXPERTS="1")
+def what_llm_comm_does_not_compute_is_left_to_sglang() -> None:
+    with served():
+        method, layer = experts()
+        given, runner = given_of(4), method.runner
+        settings = {
+            "activation": "gelu",
+            "is_gated": False,
+            "apply_router_weight_on_input": True,
+            "no_combine": True,
+            "routed_scaling_factor": 2.5,
+            "gemm1_alpha": 1.7,
+            "gemm1_clamp_limit": 7.0,
+            "swiglu_limit": 7.0,
+            "gate_up_interleaved": False,
+        }
+        for name, value in settings.items():
+            with mock.patch.object(method, "moe_runner_config", runners.MoeRunnerConfig(**{name: value})):
+                check(method, layer, given)
+            assert runner.tokens.pop() == 4, name
+        assert not runner.tokens
+        for name in ("w13_weight_bias", "w2_weight_bias"):
+            with mock.patch.object(layer, name, torch.zeros(1), create=True):
+                check(method, layer, given)
+            assert runner.tokens.pop() == 4, name
+        with mock.patch.object(runner, "runner_backend", backends.MoeRunnerBackend.DEEP_GEMM):
+            deep_gemm = {f"{_MOE}.moe_runner.deep_gemm": SimpleNamespace(DeepGemmMoeQuantInfo=SimpleNamespace)}
+            environment = SimpleNamespace(SGLANG_DEEPEP_BF16_DISPATCH=SimpleNamespace(get=no))
+            with (
+                mock.patch.dict(sys.modules, deep_gemm),
+                mock.patch.object(unquantized, "envs", environment, create=True),
+            ):
+                check(method, layer, given)
+        assert runner.tokens.pop() == 4
+        packed = SimpleNamespace(**given.topk_output._asdict())
+        check(method, layer, given._replace(topk_output=packed))
+        assert runner.tokens.pop() == 4
+        of_int64 = given.topk_output._replace(topk_ids=given.topk_output.topk_ids.long())
+        check(method, layer, given._replace(topk_output=of_int64))
+        assert runner.tokens.pop() == 4
+        kept = layer.w13_weight.data
+        layer.w13_weight.data = torch.cat([kept.new_empty(4), kept.reshape(-1)])[4:].view(kept.shape)
+        check(method, layer, given)  # not aligned
+        layer.w13_weight.data = kept
+        assert runner.tokens.pop() == 4
+        check(method, layer, given)
+        assert not runner.tokens
+        ours("tp").leave()
+        check(method, layer, given)
+        assert runner.tokens == [4]
+
+
+@scenario()
+def without_the_option_experts_are_sglangs() -> None:
+    before = unquantized.UnquantizedFusedMoEMethod.apply
+    with served() as log:
+        assert unquantized.UnquantizedFusedMoEMethod.apply is before
+        check_untouched(log, "")
+    os.environ["LLM_COMM_FUSE_EXPERTS"] = "1"
+    meet_elsewhere("second")
+    with served() as log:
+        method, layer = experts()
+        check(method, layer, given_of(4))
+        assert not method.runner.tokens
+    os.environ["LLM_COMM_FUSE_EXPERTS"] = "0"
+    meet_elsewhere("third")
+    with served() as log:  # the hook is there by now
+        check_untouched(log, "")
+
+
+@scenario(LLM_COMM_FUSE_EXPERTS="1", LLM_COMM_DETERMINISTIC="1", SGLANG_ENABLE_DETERMINISTIC_INFERENCE="1")
+def in_deterministic_mode_experts_are_sglangs() -> None:
+    """Larger batches would have other bits."""
+    with served() as log:
+        check_untouched(log, "; experts are SGLang's: deterministic inference is on")
+
+
+@scenario(LLM_COMM_FUSE_EXPERTS="1")
+def one_rank_that_cannot_be_hooked_takes_the_others_along() -> None:
+    if dist_rank() == 1:
+        lose(seams.TABLE, _METHOD)
+    with served() as log:
+        check_untouched(log, "; experts are SGLang's: rank 1 (global rank 1): ")
+
+
+# ---- What they are made of ------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def served() -> Iterator[Log]:
+    """A server with two ranks; its log."""
+    with sglang_groups() as log, server(), torch.no_grad():
+        yield log
+
+
+def experts(dtype: torch.dtype = torch.bfloat16) -> tuple[Any, Any]:
+    """The method and the layer of experts, with numbers of this rank."""
+    method = unquantized.UnquantizedFusedMoEMethod()
+    method.runner = Runner(backends.MoeRunnerBackend.TRITON)
+    method.moe_runner_config = runners.MoeRunnerConfig(EXPERTS, EXPERTS, HIDDEN, INNER, layer_id=3, top_k=TOP_K)
+    method._aiter_runner = None
+    random, layer = generator(dist_rank()), SimpleNamespace()
+    for name, shape in (("w13_weight", (EXPERTS, 2 * INNER, HIDDEN)), ("w2_weight", (EXPERTS, HIDDEN, INNER))):
+        weight = torch.randn(shape, generator=random) / shape[-1] ** 0.5
+        setattr(layer, name, nn.Parameter(weight.to(dtype), requires_grad=False))
+    return method, layer
+
+
+def given_of(tokens: int, dtype: torch.dtype = torch.bfloat16) -> Any:
+    """What the router hands on."""
+    random = generator(tokens)
+    chosen = [torch.randperm(EXPERTS, generator=random)[:TOP_K] for _ in range(tokens)]
+    ids = torch.stack(chosen).int() if chosen else torch.empty(0, TOP_K, dtype=torch.int32)
+    factors = torch.rand(tokens, TOP_K, generator=random)
+    x = torch.randn(tokens, HIDDEN, generator=random).to(dtype)
+    return dispatcher.StandardDispatchOutput(x, None, topk.StandardTopKOutput(factors, ids, torch.empty(0)))
+
+
+def expected(given: Any, gate_up_weight: torch.Tensor, down_weight: torch.Tensor) -> torch.Tensor:
+    x, chosen = given.hidden_states.double(), given.topk_output
+    y = torch.zeros_like(x)
+    for expert, (gate_up, down) in enumerate(zip(gate_up_weight.double(), down_weight.double(), strict=True)):
+        gate, up = (x @ gate_up.T).chunk(2, -1)
+        factor = torch.where(chosen.topk_ids == expert, chosen.topk_weights.double(), 0).sum(-1, keepdim=True)
+        y += F.silu(gate) * up * factor @ down.T
+    return y
+
+
+def check(method: Any, layer: Any, given: Any) -> None:
+    before = given.hidden_states.clone()
+    got = method.apply(layer, given)
+    assert type(got) is dispatcher.StandardCombineInput
+    assert torch.equal(given.hidden_states, before)
+    want = expected(given, layer.w13_weight, layer.w2_weight)
+    torch.testing.assert_close(got.hidden_states.double(), want, rtol=0.02, atol=0.02)
+
+
+def check_untouched(log: Log, said: str) -> None:
+    """That experts are SGLang's, and the line at start says so."""
+    lines = log.having("is active for group")
+    assert len([line for line in lines if "experts" in line]) == (bool(said) and dist_rank() == 0), lines
+    assert not said or len(log.having(said)) == (dist_rank() == 0), lines
+    method, layer = experts()
+    check(method, layer, given_of(4))
+    assert method.runner.tokens == [4]
+    assert not log.having("first experts")
+
+
+if __name__ == "__main__":
+    logging.basicConfig(level=logging.INFO)  # as SGLang does
+    serve(globals(), "sglang_scheduler_{}")

@@ -1,0 +1,16 @@
+"""Experts of published releases of SGLang by llm_comm: see ``experts_scenarios.py``."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from contract import Contract, Runner
+from sglang_environment import SGLANG, VERSIONS
+
+CONTRACT = Contract(SGLANG, VERSIONS, Path(__file__).parent / "experts_scenarios.py")
+
+
+@CONTRACT.parametrized()
+def test_sglang_experts(runner: Runner, name: str) -> None:
+    errors = runner.run(name)
+    assert not errors, "\n".join(errors)
