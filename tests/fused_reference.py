@@ -17,6 +17,11 @@ GROUP_SIZE = 128
 #: FP8 with a scale for each group of a row, by where scales lie; and the same with powers of two.
 LAYOUTS = ("group", "group_column_major", "group_column_major_tma")
 GROUPS = (*LAYOUTS, *(f"{layout}_ue8m0" for layout in LAYOUTS))
+#: NVFP4 and MXFP8: elements of a row with a scale of one byte. "_linear": scales lie by rows.
+BLOCKS = {"nvfp4": 16, "nvfp4_linear": 16, "mxfp8": 32, "mxfp8_linear": 32}
+#: Magnitudes of FP4, by their codes.
+E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+LARGEST_E8M0 = 254
 EPS = 1e-5
 
 
@@ -89,6 +94,48 @@ def group_scales(normed: torch.Tensor, ue8m0: bool) -> torch.Tensor:
 def scales_of(normed: torch.Tensor, quantize: str) -> torch.Tensor:
     """That a call is to make of normed rows."""
     return group_scales(normed, quantize.endswith("_ue8m0")) if quantize in GROUPS else row_scales(normed)
+
+
+def in_tiles(scales: torch.Tensor) -> torch.Tensor:
+    """Scales by rows as the engines' matrix products take them: vLLM's ``swizzle_blockscale``."""
+    rows, blocks = -(-len(scales) // 128) * 128, -(-scales.shape[1] // 4) * 4
+    padded = torch.zeros(rows, blocks, dtype=torch.uint8)
+    padded[: len(scales), : scales.shape[1]] = scales
+    return padded.view(rows // 128, 4, 32, blocks // 4, 4).permute(0, 3, 2, 1, 4).reshape(rows, blocks)
+
+
+def fp4_codes(values: torch.Tensor) -> torch.Tensor:
+    """Codes of the nearest FP4 values, of two equally near ones the even code; 7 for NaN. uint8."""
+    grid = torch.tensor(E2M1, dtype=torch.float64)
+    magnitude = values.double().abs().clamp(max=E2M1[-1])
+    lower = torch.searchsorted(grid, magnitude, right=True).clamp(max=7) - 1
+    twice, between = 2 * magnitude, grid[lower] + grid[lower + 1]
+    codes = lower + ((twice > between) | ((twice == between) & (lower % 2 == 1)))
+    codes = codes + 8 * values.signbit()
+    return torch.where(values.isnan(), 7, codes).to(torch.uint8)
+
+
+def in_blocks(
+    normed: torch.Tensor, quantize: str, global_scale: torch.Tensor | None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Values and scales by rows that FlashInfer's kernels make of normed rows [rows, hidden], as bytes."""
+    blocks = normed.float().unflatten(-1, (-1, BLOCKS[quantize]))
+    largest = blocks.nan_to_num(0.0, torch.inf, -torch.inf).abs().amax(-1)
+    largest[blocks.isnan().all(-1)] = torch.nan
+    if global_scale is None:
+        mantissa, exponent = torch.frexp((largest / LARGEST_FP8).double())
+        codes = (exponent - (mantissa == 0.5).int() + 127).clamp(0, LARGEST_E8M0)
+        codes[largest == 0] = 0
+        codes[largest.isinf()] = LARGEST_E8M0
+        scale = (codes.double() - 127).exp2()
+        codes[largest.isnan()] = 255
+        values = (blocks.double() / scale[..., None]).clamp(-LARGEST_FP8, LARGEST_FP8).float().to(FP8)
+        return values.view(torch.uint8).flatten(1), codes.to(torch.uint8)
+    wanted = global_scale * (largest * torch.tensor(1 / 6))
+    scales = wanted.clamp(max=LARGEST_FP8).to(FP8)
+    factor = torch.where(scales.float() == 0, 0.0, global_scale / scales.float())
+    low, high = fp4_codes(blocks * factor[..., None]).flatten(1).unflatten(-1, (-1, 2)).unbind(-1)
+    return low | high << 4, scales.view(torch.uint8)
 
 
 def rows_of(world: int, rows: int, hidden: int, dtype: torch.dtype, seed: int = 0) -> list[torch.Tensor]:

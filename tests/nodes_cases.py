@@ -10,12 +10,15 @@ import pytest
 import torch
 import torch.distributed as dist
 from fused_reference import (
+    BLOCKS,
     EPS,
     FUSED_DTYPES,
     GROUPS,
     assert_normed,
     canonical,
     exact_norm,
+    in_blocks,
+    in_tiles,
     operands_of,
     quantized,
     scales_of,
@@ -174,8 +177,8 @@ def _all_gather(comm: llm_comm.Communicator, layout: Layout, draw: random.Random
 
 def _fused(comm: llm_comm.Communicator, layout: Layout, draw: random.Random, most: int, what: str) -> int:
     dtype = draw.choice(FUSED_DTYPES)
-    quantize = draw.choice((None, "static", "dynamic", *GROUPS))
-    hidden = draw.choice((128, 256, 1152)) if quantize in GROUPS else 8 * draw.randint(1, 150)
+    quantize = draw.choice((None, "static", "dynamic", *GROUPS, *BLOCKS))
+    hidden = draw.choice((128, 256, 1152)) if quantize in (*GROUPS, *BLOCKS) else 8 * draw.randint(1, 150)
     rows = draw.choice((1, 2, draw.randint(1, max(1, most // hidden))))
     shape = (rows, hidden)
     inputs = drawn_inputs(draw, layout.world, rows * hidden, dtype)
@@ -185,12 +188,13 @@ def _fused(comm: llm_comm.Communicator, layout: Layout, draw: random.Random, mos
     expected = total if given is None else canonical(total + given)
     x, around = placed(inputs[comm.rank], draw.randrange(9))
     scale = torch.tensor([0.05]) if quantize == "static" else None
+    global_scale = torch.tensor([37.5]) if str(quantize).startswith("nvfp4") else None
     in_place = draw.random() < 0.5
     out = x.view(shape) if in_place and quantize is None else None
     residual_out = given if in_place else None
     bias = draw.choice((0.0, 1.0, 0.5))
     what = f"fused {what}: {dtype} {shape} {quantize} weight_bias {bias}{' in place' * in_place}"
-    options = {"weight_bias": bias, "quantize": quantize, "scale": scale}
+    options = {"weight_bias": bias, "quantize": quantize, "scale": scale, "global_scale": global_scale}
     normed, new_residual, *scales = comm.all_reduce_add_rms_norm(
         x.view(shape), given, weight, EPS, out=out, residual_out=residual_out, **options
     )
@@ -203,6 +207,13 @@ def _fused(comm: llm_comm.Communicator, layout: Layout, draw: random.Random, mos
     given = None if given is None else residual
     x = inputs[comm.rank].view(shape)
     rows_before = comm.all_reduce_add_rms_norm(x, given, weight, EPS, weight_bias=bias)[0]
+    if quantize in BLOCKS:
+        values, by_rows = in_blocks(rows_before, quantize, global_scale)
+        (scale,) = scales
+        assert torch.equal(scale.view(torch.uint8), by_rows if "linear" in quantize else in_tiles(by_rows)), what
+        mask = 0x7F if global_scale is None else 0xFF  # any NaN of FP8
+        assert torch.equal(normed.view(torch.uint8) & mask, values & mask), what
+        return 2
     if scale is None:
         (scale,) = scales
         assert torch.equal(scale, scales_of(rows_before, quantize)), f"scales of {what}"

@@ -51,9 +51,9 @@ namespace llm_comm {
 inline constexpr uint32_t kScatter = 0;
 inline constexpr uint32_t kGather = 1;
 
-inline constexpr int kMaxBuffers = 6;
+inline constexpr int kMaxBuffers = 7;
 inline constexpr int kMaxTunables = 5;
-inline constexpr int kMaxNamedValues = 9;
+inline constexpr int kMaxNamedValues = 13;
 
 // A tensor of a call. It has the shape and type of the input, unless the operation's own Python file defines otherwise.
 struct BufferInfo {

@@ -177,14 +177,15 @@ class AllReduceAddRmsNormOverNodes(AllReduceAddRmsNorm):
             scatters, norms = in_node.prepare(scatter), in_node.prepare(norm, counter)
             begin, mine = sum(sizes[: in_node.local_rank]), sizes[in_node.local_rank]
 
-            def run(x: int, residual: int, weight: int, out: int, residual_out: int, scale: int, stream: int) -> bool:
+            def run(x: int, residual: int, weight: int, out: int, residual_out: int, *scales_and_stream: int) -> bool:
+                *scales, stream = scales_and_stream
                 total = hierarchy.empty(count, dtype).fill_(-0.0)
                 slice_ = total[begin : begin + mine]
                 if not scatters(x, address_of(slice_), stream):
                     return False
                 if mine:  # the partners on all nodes have equal slices, so all skip an empty one
                     exchange.add(slice_, slice_, between.exchange)
-                return norms(total.data_ptr(), residual, weight, out, residual_out, scale, stream)
+                return norms(total.data_ptr(), residual, weight, out, residual_out, *scales, stream)
 
             return run
 

@@ -1,4 +1,4 @@
-"""All-reduce + residual add + RMSNorm (+ FP8 quantization) in one kernel, "fused" for short: validation, cache, launch.
+"""All-reduce + residual add + RMSNorm (+ quantization) in one kernel, "fused" for short: validation, cache, launch.
 
 ``Communicator.all_reduce_add_rms_norm`` is the public interface.
 """
@@ -13,7 +13,6 @@ import torch
 from llm_comm import arrays
 from llm_comm.errors import LlmCommError, UnsupportedInputError
 from llm_comm.operations import fp8
-from llm_comm.operations.fp8 import FP8
 from llm_comm.operations.operands import Operands, check_constant, check_memory, count_write, why_not_constant
 from llm_comm.operations.operation import Operation, Prepared, keep
 from llm_comm.planning.plan import Plan, declined
@@ -30,9 +29,9 @@ _Outcome = tuple[tuple[_Tensor, ...], bool]
 _READS, _WRITES = ("x", "residual", "weight"), ("out", "residual_out")
 _OPERANDS = Operands(FUSED, (*_READS, "scale"), _WRITES)
 #: Operands in modes of ``quantize`` that compute scales.
-_MAKING_SCALES = Operands(FUSED, _READS, ("scale", *_WRITES))
-#: Overlaps that are safe: each thread overwrites elements that it alone has read. FP8 output cannot overlap its input,
-#: since its elements are smaller.
+_MAKING_SCALES = Operands(FUSED, (*_READS, "global_scale"), ("scale", *_WRITES))
+#: Overlaps that are safe: each thread overwrites elements that it alone has read. Quantized output cannot overlap its
+#: input, since its elements are smaller.
 _IN_PLACE = {("residual_out", "residual"): 0, ("residual_out", "x"): 0}
 _IN_PLACE_UNQUANTIZED = {("out", "x"): 0, **_IN_PLACE}
 
@@ -66,6 +65,7 @@ class AllReduceAddRmsNorm(Operation):
         quantize: str | None = None,
         scale: _Tensor | None = None,
         before: Callable[[], object] | None = None,
+        global_scale: _Tensor | None = None,
     ) -> tuple[_Tensor, ...]:
         """Compute ``Communicator.all_reduce_add_rms_norm`` for tensors with memory of their own.
 
@@ -78,12 +78,12 @@ class AllReduceAddRmsNorm(Operation):
         """
         try:
             results, enqueued = self._enqueue(
-                x, residual, weight, eps, weight_bias, out, residual_out, quantize, scale, before
+                x, residual, weight, eps, weight_bias, out, residual_out, quantize, scale, before, global_scale
             )
         except LlmCommError:  # an argument does not fit, on all ranks alike
             raise
         except (RuntimeError, ValueError) as error:
-            given = {"x": x, "residual": residual, "weight": weight, "scale": scale}
+            given = {"x": x, "residual": residual, "weight": weight, "scale": scale, "global_scale": global_scale}
             check_memory("all_reduce_add_rms_norm", **given, out=out, residual_out=residual_out)
             self._handle.end_after_launch_error(error)
             raise
@@ -103,12 +103,14 @@ class AllReduceAddRmsNorm(Operation):
         quantize: str | None,
         scale: _Tensor | None,
         before: Callable[[], object] | None,
+        global_scale: _Tensor | None,
     ) -> _Outcome:
         prepared = self._prepared.get((x.numel(), weight.numel(), x.dtype, eps, weight_bias, quantize))
         if _is_grad_enabled():
-            for tensor in (x, residual, weight, out, residual_out, scale):
+            for tensor in (x, residual, weight, out, residual_out, scale, global_scale):
                 if tensor is not None and getattr(tensor, "requires_grad", False):
                     given = {"x": x, "residual": residual, "weight": weight, "scale": scale}
+                    given["global_scale"] = global_scale
                     check_constant("all_reduce_add_rms_norm", **given, out=out, residual_out=residual_out)
         if prepared is None or not self._fits(x, weight):
             found = self._prepare(x, weight, eps, weight_bias, quantize)
@@ -121,19 +123,22 @@ class AllReduceAddRmsNorm(Operation):
         makes_scales = quantize is not None and fp8.makes_scales(quantize)
         writes = out is not None or residual_out is not None or (makes_scales and scale is not None)
         if out is not None and (out is not x or quantize is not None):
-            _check_like("out", out, x, dtype=x.dtype if quantize is None else FP8)
+            _check_like("out", out, x, quantize)
         if residual_out is not None and residual_out is not residual:
             _check_like("residual_out", residual_out, x)
         if quantize is not None:
             scale = _scale_of(x, quantize, scale)
         elif scale is not None:
             raise _error(_SCALE_ALONE)
+        if global_scale is not None or (quantize is not None and fp8.is_nvfp4(quantize)):
+            _check_global_scale(x, quantize, global_scale)
         if writes:
             operands = _MAKING_SCALES if makes_scales else _OPERANDS
             in_place = _IN_PLACE_UNQUANTIZED if quantize is None else _IN_PLACE
-            operands.check_written(x, residual, weight, scale, out, residual_out, in_place=in_place)
+            scales = (global_scale, scale) if makes_scales else (scale,)
+            operands.check_written(x, residual, weight, *scales, out, residual_out, in_place=in_place)
         if out is None:
-            out = torch.empty_like(x) if quantize is None else torch.empty_like(x, dtype=FP8)
+            out = torch.empty_like(x) if quantize is None else fp8.empty_normed(quantize, x)
         if residual_out is None:
             residual_out = torch.empty_like(x)
         results: tuple[_Tensor, ...] = (out, residual_out)
@@ -151,6 +156,7 @@ class AllReduceAddRmsNorm(Operation):
             out.data_ptr(),
             residual_out.data_ptr(),
             0 if scale is None else scale.data_ptr(),
+            0 if global_scale is None else global_scale.data_ptr(),
             self._current_stream(),
         )
         count_write(results)
@@ -272,19 +278,25 @@ class AllReduceAddRmsNorm(Operation):
 
 
 def check_quantization(
-    operation: str, quantize: str | None, scale: _Tensor | None, shape: Sequence[int] | None = None
+    operation: str,
+    quantize: str | None,
+    scale: _Tensor | None,
+    shape: Sequence[int] | None = None,
+    global_scale: _Tensor | None = None,
 ) -> None:
-    """Validate ``quantize`` and ``scale`` for calls through torch operators, and for their fake results.
+    """Validate ``quantize`` and its scales for calls through torch operators, and for their fake results.
 
     Args:
         operation: Name in the error.
-        quantize, scale: Arguments of ``all_reduce_add_rms_norm``.
+        quantize, scale, global_scale: Arguments of ``all_reduce_add_rms_norm``.
         shape: Shape of the normed rows; None if not known yet.
 
     Raises:
-        UnsupportedInputError: The mode does not exist or does not fit ``shape``, or ``scale`` is given without a mode.
+        UnsupportedInputError: The mode does not exist or does not fit ``shape``, ``scale`` is given without a mode, or
+            ``global_scale`` is missing or not taken.
     """
     why = fp8.why_not(quantize, shape) or (_SCALE_ALONE if quantize is None and scale is not None else "")
+    why = why or fp8.why_not_global_scale(quantize, global_scale)
     if why:
         raise UnsupportedInputError(f"{operation}: {why}")
 
@@ -305,6 +317,19 @@ def _scale_of(x: _Tensor, quantize: str, scale: _Tensor | None) -> _Tensor:
     return scale
 
 
+def _check_global_scale(x: _Tensor, quantize: str | None, global_scale: _Tensor | None) -> None:
+    why = fp8.why_not_global_scale(quantize, global_scale)
+    if why:
+        raise _error(why)
+    assert global_scale is not None
+    _check_memory("global_scale", global_scale)
+    if global_scale.numel() != 1 or global_scale.dtype is not torch.float32 or global_scale.device != x.device:
+        raise _error(
+            f"global_scale ({tuple(global_scale.shape)}, {global_scale.dtype}, {global_scale.device}) must have one "
+            f"element, and be float32 on {x.device}"
+        )
+
+
 _SCALE_ALONE = "scale without quantize"
 
 
@@ -312,13 +337,13 @@ def _error(why: str) -> UnsupportedInputError:
     return UnsupportedInputError(f"all_reduce_add_rms_norm: {why}")
 
 
-def _check_like(name: str, tensor: _Tensor, x: _Tensor, dtype: torch.dtype | None = None) -> None:
-    dtype = dtype or x.dtype
+def _check_like(name: str, tensor: _Tensor, x: _Tensor, quantize: str | None = None) -> None:
+    shape, dtype = fp8.normed_layout(quantize, x)
     _check_memory(name, tensor)
-    if tensor.shape != x.shape or tensor.dtype != dtype or tensor.device != x.device or not tensor.is_contiguous():
+    if tensor.shape != shape or tensor.dtype != dtype or tensor.device != x.device or not tensor.is_contiguous():
         raise _error(
             f"{name} ({tuple(tensor.shape)}, {tensor.dtype}, {tensor.device}) must be contiguous and be "
-            f"({tuple(x.shape)}, {dtype}, {x.device})"
+            f"({shape}, {dtype}, {x.device})"
         )
 
 

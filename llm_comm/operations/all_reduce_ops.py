@@ -98,6 +98,7 @@ class AllReduceOps:
         residual_out: torch.Tensor | None = None,
         quantize: str | None = None,
         scale: torch.Tensor | None = None,
+        global_scale: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, ...]:
         """Sum ``x`` over all ranks, add ``residual``, and apply RMSNorm to each row, in one kernel.
 
@@ -109,8 +110,8 @@ class AllReduceOps:
         and engines round them once as well. vLLM's other norms also round before the multiplication by the weight. If
         the sum of squares overflows fp32, the row becomes zeros, as in the engines.
 
-        ``quantize`` converts the normed rows, rounded to the dtype of ``x``, to FP8 e4m3. Values beyond +-448 saturate;
-        NaN stays NaN. The modes are:
+        ``quantize`` converts the normed rows, rounded to the dtype of ``x``, to FP8 e4m3, or to FP4 e2m1 for NVFP4.
+        Values beyond +-448, or +-6, saturate; NaN stays NaN in FP8 and becomes 6 in FP4. The modes are:
 
         - ``"static"``: multiply by ``1 / scale``, as vLLM's ``static_scaled_fp8_quant``.
         - ``"dynamic"``: divide by one scale for each row, its largest magnitude / 448, at least 1 / (448 * 512). This
@@ -120,6 +121,15 @@ class AllReduceOps:
           Values and scales are bitwise those of vLLM's ``per_token_group_quant_fp8`` for the same normed rows
           (``csrc/quantization/w8a8/fp8/per_token_group_quant.cu`` there), except that NaN stays NaN. SGLang multiplies
           by reciprocals, so its last bits may differ if scales are no powers of two.
+        - ``"nvfp4"``: FP4, two values to a byte, the first in the low half. Each 16 elements have an e4m3 scale, the
+          largest magnitude / 6 * ``global_scale``. They are multiplied by ``global_scale`` / scale; a scale of 0 makes
+          them 0. This is FlashInfer's ``kARResidualRMSNormFP4Quant`` and vLLM's ``scaled_fp4_quant``. Both divide
+          approximately, so a value halfway between two of FP4 may become the other one. A block of NaN has scale NaN.
+        - ``"mxfp8"``: FP8. Each 32 elements have an e8m0 scale, the largest magnitude / 448 rounded up to a power of
+          two, at least 2^-127; its exponent is stored. They are divided by it, as by FlashInfer's ``mxfp8_quantize``.
+
+        Scales of ``"nvfp4"`` and ``"mxfp8"`` lie in tiles of 128 rows and 4 blocks, the layout 128x4 of the engines'
+        matrix products; ``"nvfp4_linear"`` and ``"mxfp8_linear"`` store them by rows.
 
         | ``quantize`` | strides of the scales | option in the engines' functions |
         |---|---|---|
@@ -138,17 +148,20 @@ class AllReduceOps:
             weight: [hidden], of the dtype of ``x``.
             eps: Added to the mean of the squares; equal on all ranks.
             weight_bias: Added to the weights in fp32; finite, equal on all ranks.
-            out: Normed rows: like ``x``, or float8_e4m3fn if quantized. May be ``x`` if not quantized. None: a new
-                tensor.
+            out: Normed rows: like ``x``, float8_e4m3fn if quantized, or uint8 [..., hidden / 2] for NVFP4. May be
+                ``x`` if not quantized. None: a new tensor.
             residual_out: New residual: like ``x``. May be ``residual`` or ``x``. None: a new tensor.
-            quantize: None, ``"static"``, ``"dynamic"`` or a mode of the table. Group modes need a multiple of 128 as
-                hidden; column-major ones also a two-dimensional ``x``.
+            quantize: None or a mode. Group modes need a multiple of 128 as hidden; column-major ones also a
+                two-dimensional ``x``. NVFP4 needs a multiple of 16, MXFP8 of 32.
             scale: For ``"static"``: input, float32, one element, required. For other modes: output of the scales,
                 float32; None: a new tensor. ``"dynamic"``: one element for each row, [..., 1] if new. ``"group..."``:
                 [..., hidden / 128] with the strides of the table. Padding between columns is not written.
+                NVFP4 and MXFP8: float8_e4m3fn and uint8, contiguous, [..., hidden / 16 or 32], in tiles [rows, columns]
+                of these rounded up to multiples of 128 and 4. Padding is not written; it is 0 in a new tensor.
+            global_scale: For NVFP4: input, float32, one element, required; equal on all ranks.
 
         Returns:
-            ``(normed, new_residual)``; for ``"dynamic"`` and ``"group..."`` ``(normed, new_residual, scale)``.
+            ``(normed, new_residual)``; if the call computes scales ``(normed, new_residual, scale)``.
 
         Raises:
             UnsupportedInputError: ``accepts_all_reduce_add_rms_norm(x, weight, quantize)`` is false, or another tensor
@@ -161,13 +174,16 @@ class AllReduceOps:
             or type(residual) not in _PLAIN
             or type(weight) not in _WEIGHTS
             or type(scale) not in _PLAIN
+            or type(global_scale) not in _PLAIN
             or _is_watched()
         ):
             operands, name = {"x": x, "residual": residual, "weight": weight}, "all_reduce_add_rms_norm"
             return torch_operators.add_rms_norm(
-                name, operands, eps, weight_bias, out, residual_out, quantize, scale, self.name
+                name, operands, eps, weight_bias, out, residual_out, quantize, scale, self.name, global_scale
             )
-        return self._all_reduce_add_rms_norm(x, residual, weight, eps, weight_bias, out, residual_out, quantize, scale)
+        return self._all_reduce_add_rms_norm(
+            x, residual, weight, eps, weight_bias, out, residual_out, quantize, scale, None, global_scale
+        )
 
     def try_all_reduce_add_rms_norm(
         self,
@@ -181,12 +197,13 @@ class AllReduceOps:
         residual_out: torch.Tensor | None = None,
         quantize: str | None = None,
         scale: torch.Tensor | None = None,
+        global_scale: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, ...] | None:
         """``all_reduce_add_rms_norm`` if it serves all arguments, else None. They are checked once, for engines that
         have their own fallback. All ranks get tensors or all get None.
 
         Args:
-            x, residual, weight, eps, weight_bias, out, residual_out, quantize, scale: Arguments of
+            x, residual, weight, eps, weight_bias, out, residual_out, quantize, scale, global_scale: Arguments of
                 ``all_reduce_add_rms_norm``.
 
         Returns:
@@ -197,6 +214,7 @@ class AllReduceOps:
         """
         operands = x, residual, weight, eps
         options: dict[str, Any] = {"out": out, "residual_out": residual_out, "quantize": quantize, "scale": scale}
+        options["global_scale"] = global_scale
         return attempt(
             partial(self.accepts_all_reduce_add_rms_norm, x, weight, quantize),
             partial(self.all_reduce_add_rms_norm, *operands, weight_bias=weight_bias, **options),

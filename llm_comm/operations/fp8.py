@@ -1,7 +1,8 @@
-"""FP8: quantization of normed rows, and the scales of the operands of linear layers."""
+"""FP8 and NVFP4: quantization of normed rows, and the scales of the FP8 operands of linear layers."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -25,9 +26,14 @@ GROUPS = (
     "group_column_major_ue8m0",
     "group_column_major_tma_ue8m0",
 )
+#: Elements of a row that share a scale of one byte, in the modes with blocks. "_linear" in the name changes the layout
+#: of the scales from tiles to rows.
+BLOCKS = {"nvfp4": 16, "nvfp4_linear": 16, "mxfp8": 32, "mxfp8_linear": 32}
+#: Rows and blocks of a tile of scales.
+_TILE = (128, 4)
 #: Value of each mode in the kernels: ``Quantization`` in csrc/algorithms/all_reduce_add_rms_norm/operation.cuh, which
 #: lists the names too.
-CODES = {name: code for code, name in enumerate((None, "static", "dynamic", *GROUPS))}
+CODES = {name: code for code, name in enumerate((None, "static", "dynamic", *GROUPS, *BLOCKS))}
 #: Dtype of results if neither ``out_dtype`` nor ``out`` gives one.
 DEFAULT_OUT_DTYPE = torch.bfloat16
 _OUT_DTYPES = (torch.bfloat16, torch.float16)
@@ -40,9 +46,16 @@ def makes_scales(quantize: str | None) -> bool:
     return quantize is not None and quantize != "static"
 
 
+def is_nvfp4(quantize: str | None) -> bool:
+    """Return whether the mode makes FP4 values, which needs a global scale."""
+    return quantize is not None and quantize.startswith("nvfp4")
+
+
 def takes(quantize: str | None, row: int, dimensions: int) -> bool:
     """Return whether mode ``quantize`` exists for a tensor with ``row`` elements in its last of ``dimensions``
     dimensions."""
+    if quantize in BLOCKS:
+        return row % BLOCKS[quantize] == 0
     if quantize not in GROUPS:
         return quantize in CODES
     return row % GROUP_SIZE == 0 and (dimensions == 2 or "column_major" not in quantize)
@@ -54,15 +67,34 @@ def why_not(quantize: str | None, shape: Sequence[int] | None = None) -> str:
         return f"quantize is {quantize!r}: it must be None, {', '.join(repr(name) for name in CODES if name)}"
     if shape is None or takes(quantize, shape[-1], len(shape)):
         return ""
-    if shape[-1] % GROUP_SIZE != 0:
-        return f"rows of {shape[-1]} elements: quantize={quantize!r} takes a multiple of {GROUP_SIZE}"
+    size = BLOCKS.get(str(quantize), GROUP_SIZE)
+    if shape[-1] % size != 0:
+        return f"rows of {shape[-1]} elements: quantize={quantize!r} takes a multiple of {size}"
     return f"x has shape {tuple(shape)}: quantize={quantize!r} takes two dimensions"
 
 
+def normed_layout(quantize: str | None, x: torch.Tensor) -> tuple[tuple[int, ...], torch.dtype]:
+    """Return shape and dtype of the normed rows of ``x``. NVFP4 has two values in a byte."""
+    if is_nvfp4(quantize):
+        return (*x.shape[:-1], x.shape[-1] // 2), torch.uint8
+    return tuple(x.shape), x.dtype if quantize is None else FP8
+
+
+def empty_normed(quantize: str | None, x: torch.Tensor) -> torch.Tensor:
+    """Allocate the normed rows of ``x``, which ``takes`` must accept."""
+    shape, dtype = normed_layout(quantize, x)
+    return x.new_empty(shape, dtype=dtype) if is_nvfp4(quantize) else torch.empty_like(x, dtype=dtype)
+
+
 def empty_scales(quantize: str, x: torch.Tensor) -> torch.Tensor:
-    """Allocate the scales of the rows of ``x``, which ``takes`` must accept. float32, [..., 1], or [..., hidden / 128]
-    for groups."""
-    return x.new_empty_strided(*_layout(quantize, x.shape), dtype=torch.float32)
+    """Allocate the scales of the rows of ``x``, which ``takes`` must accept: float32, [..., 1], or [..., hidden / 128]
+    for groups. Those of blocks are bytes. In tiles their padding is zero: kernels of engines read it, and the fused
+    kernel does not write it."""
+    shape, strides = _layout(quantize, x.shape)
+    if quantize not in BLOCKS:
+        return x.new_empty_strided(shape, strides, dtype=torch.float32)
+    bytes_ = x.new_empty(shape, dtype=torch.uint8) if _is_linear(quantize) else x.new_zeros(shape, dtype=torch.uint8)
+    return bytes_.view(_scale_dtype(quantize))
 
 
 def why_not_scales(quantize: str, scale: torch.Tensor, x: torch.Tensor) -> str:
@@ -75,12 +107,35 @@ def why_not_scales(quantize: str, scale: torch.Tensor, x: torch.Tensor) -> str:
         how = f"have shape {shape} and strides {strides}"
     else:
         count = 1 if quantize == "static" else x.numel() // x.shape[-1]
+        if quantize in BLOCKS:
+            count = math.prod(_layout(quantize, x.shape)[0])
         fits = scale.numel() == count and scale.is_contiguous()
         how = f"be contiguous and have {count} elements"
-    if fits and scale.dtype is torch.float32 and scale.device == x.device:
+    dtype = _scale_dtype(quantize)
+    if fits and scale.dtype is dtype and scale.device == x.device:
         return ""
     is_ = f"{tuple(scale.shape)}, strides {scale.stride()}, {scale.dtype}, {scale.device}"
-    return f"scale ({is_}) must {how}, and be float32 on {x.device}"
+    return f"scale ({is_}) must {how}, and be {str(dtype).removeprefix('torch.')} on {x.device}"
+
+
+def why_not_global_scale(quantize: str | None, global_scale: torch.Tensor | None) -> str:
+    """Return why ``global_scale`` is missing, or why the mode takes none, or ""."""
+    if is_nvfp4(quantize) == (global_scale is not None):
+        return ""
+    if global_scale is None:
+        return f"quantize={quantize!r} needs global_scale, a float32 tensor of one element"
+    return f"global_scale with quantize={quantize!r}: only NVFP4 takes it"
+
+
+def _is_linear(quantize: str) -> bool:
+    return quantize.endswith("_linear")
+
+
+def _scale_dtype(quantize: str) -> torch.dtype:
+    """Return the dtype of scales: e8m0 scales of MXFP8 are uint8, as in the engines."""
+    if quantize not in BLOCKS:
+        return torch.float32
+    return FP8 if is_nvfp4(quantize) else torch.uint8
 
 
 def _layout(quantize: str, shape: Sequence[int]) -> tuple[tuple[int, ...], tuple[int, ...]]:
@@ -90,7 +145,12 @@ def _layout(quantize: str, shape: Sequence[int]) -> tuple[tuple[int, ...], tuple
     rows rounded up to a multiple of 4).
     """
     *outer, row = shape
-    scales = (*outer, row // GROUP_SIZE if quantize in GROUPS else 1)
+    scales: tuple[int, ...] = (*outer, row // GROUP_SIZE if quantize in GROUPS else 1)
+    if quantize in BLOCKS:
+        scales = (*outer, row // BLOCKS[quantize])
+        if not _is_linear(quantize):
+            sizes = math.prod(outer), scales[-1]
+            scales = tuple((size + step - 1) // step * step for size, step in zip(sizes, _TILE, strict=True))
     if quantize in GROUPS and "column_major" in quantize:
         rows = outer[0]
         is_for_tma = "tma" in quantize

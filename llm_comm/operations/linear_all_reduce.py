@@ -121,6 +121,7 @@ class LinearAllReduceAddRmsNorm:
         bias: _Tensor | None = None,
         x_scale: _Tensor | None = None,
         weight_scale: _Tensor | None = None,
+        global_scale: _Tensor | None = None,
     ) -> tuple[_Tensor, ...]:
         """Run ``Communicator.linear_all_reduce_add_rms_norm`` on plain tensors, outside of tracing.
 
@@ -140,7 +141,7 @@ class LinearAllReduceAddRmsNorm:
                 out = y
             try:
                 return self._norms.run(
-                    y, residual, norm_weight, eps, weight_bias, out, residual_out, quantize, scale, layer
+                    y, residual, norm_weight, eps, weight_bias, out, residual_out, quantize, scale, layer, global_scale
                 )
             except UnsupportedInputError as error:
                 raise UnsupportedInputError(f"{WITH_NORM}: where x is the layer's result, {error}") from error
@@ -149,7 +150,8 @@ class LinearAllReduceAddRmsNorm:
         except (RuntimeError, ValueError) as error:
             given = {"x": x, "linear_weight": linear_weight, "residual": residual, "norm_weight": norm_weight}
             given |= {"bias": bias, "x_scale": x_scale, "weight_scale": weight_scale}
-            check_memory(WITH_NORM, **given, out=out, residual_out=residual_out, scale=scale)
+            given |= {"scale": scale, "global_scale": global_scale}
+            check_memory(WITH_NORM, **given, out=out, residual_out=residual_out)
             self._handle.end_after_launch_error(error)
             raise
 

@@ -295,6 +295,7 @@ class LinearLayers:
         bias: torch.Tensor | None = None,
         x_scale: torch.Tensor | None = None,
         weight_scale: torch.Tensor | None = None,
+        global_scale: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, ...]:
         """Compute a linear layer, its sum over all ranks, residual add and RMSNorm.
 
@@ -307,16 +308,15 @@ class LinearLayers:
             residual: [..., outputs], of the dtype of ``norm_weight``, the same on all ranks; None adds nothing.
             norm_weight: [outputs], of the dtype of the layer's result. For float8_e4m3fn operands this dtype, bfloat16
                 or float16, decides that of the result.
-            eps, weight_bias, quantize, scale: As in ``all_reduce_add_rms_norm``.
+            eps, weight_bias, quantize, scale, global_scale: As in ``all_reduce_add_rms_norm``.
             bias, x_scale, weight_scale: Of the layer, as in ``linear_all_reduce``.
-            out: Takes the normed rows: [..., outputs], of the dtype of ``norm_weight``, or float8_e4m3fn with
-                ``quantize``. It must share no memory with ``x``, ``linear_weight``, their scales or ``bias``.
+            out: Takes the normed rows, as in ``all_reduce_add_rms_norm``. It must share no memory with ``x``,
+                ``linear_weight``, their scales or ``bias``.
             residual_out: Takes the new residual: [..., outputs], of the dtype of ``norm_weight``; may be ``residual``.
                 It must share no memory with ``x``, ``linear_weight``, their scales or ``bias``.
 
         Returns:
-            ``(normed, new_residual)``; with ``quantize`` of ``"dynamic"`` or ``"group..."`` ``(normed, new_residual,
-            scale)``.
+            ``(normed, new_residual)``; if the call computes scales ``(normed, new_residual, scale)``.
 
         Raises:
             UnsupportedInputError: ``accepts_linear_all_reduce_add_rms_norm`` of the operands is False,
@@ -330,6 +330,7 @@ class LinearLayers:
             or type(residual) not in _PLAIN
             or type(norm_weight) not in _WEIGHTS
             or type(scale) not in _PLAIN
+            or type(global_scale) not in _PLAIN
             or type(bias) not in _PLAIN
             or type(x_scale) not in _PLAIN
             or type(weight_scale) not in _PLAIN
@@ -339,11 +340,11 @@ class LinearLayers:
             operands |= {"bias": bias, "x_scale": x_scale, "weight_scale": weight_scale}
             name = "linear_all_reduce_add_rms_norm"
             return torch_operators.add_rms_norm(
-                name, operands, eps, weight_bias, out, residual_out, quantize, scale, self.name
+                name, operands, eps, weight_bias, out, residual_out, quantize, scale, self.name, global_scale
             )
         results: tuple[torch.Tensor, ...] = self._linear_all_reduce_add_rms_norm(
             *(x, linear_weight, residual, norm_weight, eps, weight_bias),
-            *(out, residual_out, quantize, scale, bias, x_scale, weight_scale),
+            *(out, residual_out, quantize, scale, bias, x_scale, weight_scale, global_scale),
         )
         return results
 
@@ -436,6 +437,7 @@ class LinearLayers:
         bias: torch.Tensor | None = None,
         x_scale: torch.Tensor | None = None,
         weight_scale: torch.Tensor | None = None,
+        global_scale: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, ...] | None:
         """Compute ``linear_all_reduce_add_rms_norm`` if the layer is preferred and supported, else return None.
 
@@ -443,8 +445,8 @@ class LinearLayers:
         rank's addend. The caller must compute the layer itself and pass it to ``all_reduce_add_rms_norm``.
 
         Args:
-            x, linear_weight, residual, norm_weight, eps, weight_bias, quantize, scale, bias, x_scale, weight_scale: As
-                in ``linear_all_reduce_add_rms_norm``.
+            x, linear_weight, residual, norm_weight, eps, weight_bias, quantize, scale, bias, x_scale, weight_scale,
+                global_scale: As in ``linear_all_reduce_add_rms_norm``.
 
         Raises:
             CommunicatorError: As in ``linear_all_reduce_add_rms_norm``.
@@ -460,6 +462,7 @@ class LinearLayers:
                 weight_bias=weight_bias,
                 quantize=quantize,
                 scale=scale,
+                global_scale=global_scale,
                 **options,
             ),
         )

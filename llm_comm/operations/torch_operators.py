@@ -28,7 +28,7 @@ from torch.fx.experimental.proxy_tensor import ProxyTorchDispatchMode
 from llm_comm.errors import UnsupportedInputError
 from llm_comm.operations.all_reduce import AllReduce
 from llm_comm.operations.all_reduce_add_rms_norm import AllReduceAddRmsNorm, check_quantization
-from llm_comm.operations.fp8 import FP8, GROUPS, empty_scales, makes_scales
+from llm_comm.operations.fp8 import BLOCKS, GROUPS, empty_normed, empty_scales, makes_scales
 from llm_comm.operations.linear import Linear
 from llm_comm.operations.linear_all_reduce import LinearAllReduce, LinearAllReduceAddRmsNorm
 from llm_comm.operations.operands import check_constant, why_not_writable
@@ -51,6 +51,7 @@ OF_QUANTIZATION: dict[str | None, str] = {
     "static": "_static_fp8",
     "dynamic": "_dynamic_fp8",
     **dict.fromkeys(GROUPS, "_group_fp8"),
+    **dict.fromkeys(BLOCKS, "_block_scaled"),
 }
 
 _Tensor = torch.Tensor
@@ -191,6 +192,7 @@ def add_rms_norm(
     quantize: str | None,
     scale: Any,
     communicator: str,
+    global_scale: Any = None,
 ) -> _Results:
     """Run an operation that ends in a norm through torch's dispatcher. It has an operator for each quantization.
 
@@ -198,16 +200,17 @@ def add_rms_norm(
         operation: Name of the communicator's method.
         operands: Operands by name, in the order of the operator's schema. Optional ones, such as ``"residual"``, may be
             None.
-        eps, weight_bias, out, residual_out, quantize, scale: Arguments of the method.
+        eps, weight_bias, out, residual_out, quantize, scale, global_scale: Arguments of the method.
         communicator: Name from ``register``.
     """
-    check_tensors(
-        operation, {**operands, "scale": scale}, optional=("residual", "scale", "bias", "x_scale", "weight_scale")
-    )
-    check_quantization(operation, quantize, scale)
+    optional = ("residual", "scale", "global_scale", "bias", "x_scale", "weight_scale")
+    check_tensors(operation, {**operands, "scale": scale, "global_scale": global_scale}, optional=optional)
+    check_quantization(operation, quantize, scale, global_scale=global_scale)
     check_outputs(operation, out=out, residual_out=residual_out, scale=scale if makes_scales(quantize) else None)
     operator = getattr(torch.ops.llm_comm, operation + OF_QUANTIZATION[quantize])
-    of_operator = (scale,) if quantize == "static" else (quantize,) if quantize in GROUPS else ()
+    of_operator: tuple[Any, ...] = (scale,) if quantize == "static" else (quantize,) if quantize in GROUPS else ()
+    if quantize in BLOCKS:
+        of_operator = (quantize, global_scale)
     results = operator(*operands.values(), eps, weight_bias, communicator, *of_operator)
     given = (out, residual_out, scale if makes_scales(quantize) else None)
     names = ("out", "residual_out", "scale")
@@ -309,8 +312,8 @@ def define(schema: str, function: Callable[..., Any], fake: Callable[..., Any], 
 def define_norms(operation: str, operands: str, total_of: Callable[[Mapping[str, Any]], torch.Tensor]) -> None:
     """Define the operators of an operation that ends in a norm, one for each quantization.
 
-    Only the operator of ``static`` has operand ``scale``. One operator serves all quantizations by groups, and has
-    operand ``quantize``.
+    Only the operator of ``static`` has operand ``scale``. One operator serves all quantizations by groups, and one all
+    with blocks. Both have operand ``quantize``, and the latter ``global_scale``.
 
     Args:
         operation: Name of the communicator's method, and of the attribute of ``Operations``.
@@ -327,7 +330,9 @@ def define_norms(operation: str, operands: str, total_of: Callable[[Mapping[str,
             given = dict(zip(names, arguments, strict=False))
             if quantize == "static":
                 given["scale"] = own[0]
-            return given, own[0] if quantize in GROUPS else quantize
+            if quantize in BLOCKS:
+                given["global_scale"] = own[1]
+            return given, own[0] if quantize in GROUPS or quantize in BLOCKS else quantize
 
         def run(*arguments: Any) -> _Results:
             given, of_call = bound(arguments)
@@ -338,10 +343,10 @@ def define_norms(operation: str, operands: str, total_of: Callable[[Mapping[str,
         def fake(*arguments: Any) -> _Results:
             given, of_call = bound(arguments)
             total = total_of(given)
-            check_quantization(operation, of_call, None, total.shape)
+            check_quantization(operation, of_call, None, total.shape, given.get("global_scale"))
             if of_call is None:
                 return torch.empty_like(total), total
-            normed = torch.empty_like(total, dtype=FP8)
+            normed = empty_normed(of_call, total)
             return (normed, total, empty_scales(of_call, total)) if makes_scales(of_call) else (normed, total)
 
         name = operation + OF_QUANTIZATION[quantize]
@@ -351,6 +356,7 @@ def define_norms(operation: str, operands: str, total_of: Callable[[Mapping[str,
     define_norm("static", "Tensor scale, ", "Tensor, Tensor")
     define_norm("dynamic", "", "Tensor, Tensor, Tensor")
     define_norm("group", "str quantize, ", "Tensor, Tensor, Tensor")
+    define_norm("nvfp4", "str quantize, Tensor? global_scale, ", "Tensor, Tensor, Tensor")
 
 
 def _all_reduce_of_batch(_info: Any, in_dims: Any, x: _Tensor, communicator: str, after: _After = None) -> Any:

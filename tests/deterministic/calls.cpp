@@ -69,8 +69,9 @@ const std::vector<NamedSubject>& subjects() {
     };
     for (uint32_t number = 0; number < host::algorithms().size(); ++number) add(number, Quantization::kNone);
     for (const uint32_t number : algorithms_of<AllReduceAddRmsNorm>()) {
-      for (const Quantization quantization : {Quantization::kStatic, Quantization::kDynamic, Quantization::kGroup,
-                                              Quantization::kGroupColumnsAlignedUe8m0}) {
+      for (const Quantization quantization :
+           {Quantization::kStatic, Quantization::kDynamic, Quantization::kGroup,
+            Quantization::kGroupColumnsAlignedUe8m0, Quantization::kNvfp4, Quantization::kMxfp8}) {
         add(number, quantization);
       }
     }

@@ -1,4 +1,4 @@
-// An all-reduce + residual add + RMSNorm of a schedule, with FP8 or without.
+// An all-reduce + residual add + RMSNorm of a schedule, with quantization or without.
 #pragma once
 
 #include <cmath>
@@ -8,6 +8,7 @@
 #include <type_traits>
 #include <vector>
 
+#include "algorithms/all_reduce_add_rms_norm/block_formats.cuh"
 #include "algorithms/registry.h"
 #include "calls.h"
 #include "operands.h"
@@ -42,6 +43,7 @@ class FusedCall final : public Call {
         has_whole_warps_(shares_out() && ranks == 2 && random.chance(12)),
         lines_(has_whole_warps_           ? 4 * kWarpThreads
                : has_groups(quantization) ? kGroupLines * random.between(1, ranks > 4 ? 2 : 4)
+               : has_blocks(quantization) ? block_size(quantization) / kElementsPerLine * random.between(1, 10)
                                           : random.between(1, random.pick({8u, 16u, ranks > 4 ? 16u : 40u}))),
         rows_(random.between(1, random.pick({1u, 2u, has_tiles() ? 12u : 5u}))),
         problem_{uint64_t{rows_} * lines_ * kElementsPerLine,
@@ -62,7 +64,10 @@ class FusedCall final : public Call {
     for (uint32_t rank = 0; rank < ranks; ++rank) input_.push_back(draw(rows_ * hidden, random));
     residual_ = draw(rows_ * hidden, random);
     weight_ = draw(hidden, random);
-    outputs_.assign(ranks, Outputs(rows_, hidden, quantization, has_groups(quantization) ? scale_count() : rows_));
+    const uint32_t scales = has_groups(quantization)   ? scale_count()
+                            : has_blocks(quantization) ? scale_bytes() / sizeof(float)
+                                                       : rows_;
+    outputs_.assign(ranks, Outputs(rows_, hidden, quantization, scales));
     for (uint32_t row = 0; row < rows_; ++row) expect_row(row);
   }
 
@@ -73,7 +78,8 @@ class FusedCall final : public Call {
     const Outputs& outputs = outputs_[rank];
     const uint64_t buffers[] = {address(input_[rank]),     address(residual_),
                                 address(weight_),          address(outputs.normed),
-                                address(outputs.residual), is_static ? address(static_scale_) : address(outputs.scale)};
+                                address(outputs.residual), is_static ? address(static_scale_) : address(outputs.scale),
+                                address(global_scale_)};
     calls_.back()->run(buffers, 0);
   }
 
@@ -116,6 +122,7 @@ class FusedCall final : public Call {
   static constexpr float kEpsilon = 1e-5f;
 
   static constexpr float kStaticScale = 0.0371f;
+  static constexpr float kGlobalScale = 29.3f;
 
   // 0, 0.5 or 1.
   double weight_bias() const { return (lines_ + rows_) % 3 / 2.0; }
@@ -127,7 +134,11 @@ class FusedCall final : public Call {
     std::vector<float> scale;  // empty unless the call makes it
 
     Outputs(uint32_t rows, uint32_t hidden, Quantization quantization, uint32_t scales)
-        : normed(rows * hidden * (quantization == Quantization::kNone ? 2 : 1)),
+        : normed(rows * hidden *
+                 (quantization == Quantization::kNone ? 4
+                  : is_nvfp4(quantization)            ? 1
+                                                      : 2) /
+                 2),
           residual(rows * hidden),
           scale(quantization == Quantization::kNone || quantization == Quantization::kStatic ? 0 : scales) {
       std::memset(normed.data(), kUntouched, normed.size());
@@ -170,9 +181,61 @@ class FusedCall final : public Call {
     return scales_lie_by_rows() ? row * groups() + group : group * scales_apart() + row;
   }
 
+  uint32_t blocks() const { return lines_ * kElementsPerLine / block_size(quantization_); }
+  // Tiles of scales side by side.
+  uint32_t scale_tiles() const { return divide_up(blocks(), 4u); }
+  uint32_t scale_bytes() const { return divide_up(rows_, 128u) * scale_tiles() * 512; }
+  uint8_t scale_byte(const Outputs& outputs, uint32_t row, uint32_t block) const {
+    return reinterpret_cast<const uint8_t*>(outputs.scale.data())[swizzled_offset(row, block, scale_tiles())];
+  }
+
+  // Codes may be neighbours, as norms.
+  std::string wrong_block_scales(const Outputs& outputs) const {
+    const auto* const bytes = reinterpret_cast<const uint8_t*>(outputs.scale.data());
+    std::vector<bool> is_scale(scale_bytes(), false);
+    const uint32_t size = block_size(quantization_);
+    for (uint32_t first = 0; first < rows_ * lines_ * kElementsPerLine; first += size) {
+      const uint32_t row = first / (lines_ * kElementsPerLine);
+      const uint32_t block = first / size % blocks();
+      float largest = 0;
+      for (uint32_t i = first; i < first + size; ++i)
+        largest = std::max(largest, std::abs(E::value(expected_normed_[i])));
+      const uint8_t expected =
+          is_nvfp4(quantization_) ? nvfp4_scale(largest, kGlobalScale).code : mxfp8_scale(largest).code;
+      const uint8_t found = scale_byte(outputs, row, block);
+      is_scale[swizzled_offset(row, block, scale_tiles())] = true;
+      if (found + 1 >= expected && found <= expected + 1) continue;
+      return "the scale of block " + std::to_string(block) + " of row " + std::to_string(row) + " is " + hex(found) +
+             ", not " + hex(expected);
+    }
+    for (uint32_t i = 0; i < scale_bytes(); ++i) {
+      if (!is_scale[i] && bytes[i] != static_cast<uint8_t>(kUntouched)) return "padding of the scales has been written";
+    }
+    return "";
+  }
+
+  std::string wrong_in_block(const Outputs& outputs, size_t i) const {
+    const uint32_t hidden = lines_ * kElementsPerLine;
+    const uint32_t block = static_cast<uint32_t>(i % hidden / block_size(quantization_));
+    const uint8_t code = scale_byte(outputs, static_cast<uint32_t>(i / hidden), block);
+    const float value = E::value(expected_normed_[i]);
+    if (!is_nvfp4(quantization_)) {
+      const uint8_t expected = float_to_e4m3(value / e8m0_to_float(code));
+      if (distance(outputs.normed[i], expected) <= 1) return "";
+      return " is " + hex(outputs.normed[i]) + ", not " + hex(expected) + " (MXFP8)";
+    }
+    const float scale = e4m3_to_float(code);
+    const uint8_t expected = float_to_e2m1(scale == 0.0f ? 0.0f : value * (kGlobalScale / scale));
+    const uint8_t found = outputs.normed[i / 2] >> i % 2 * 4 & 15;
+    const auto number = [](uint8_t bits) { return bits < 8 ? bits : 8 - bits; };
+    if (std::abs(number(found) - number(expected)) <= 1) return "";
+    return " is " + hex(found) + ", not " + hex(expected) + " (FP4)";
+  }
+
   // A norm may differ by a rounding, and with the largest of a row or group its scale.
   std::string wrong_scales(const Outputs& outputs) const {
     if (outputs.scale.empty()) return "";
+    if (has_blocks(quantization_)) return wrong_block_scales(outputs);
     const bool by_groups = has_groups(quantization_);
     const uint32_t hidden = lines_ * kElementsPerLine;
     const uint32_t count = by_groups ? kGroupSize : hidden;
@@ -212,6 +275,7 @@ class FusedCall final : public Call {
       if (distance(normed, expected_normed_[i]) <= 1) return "";
       return " is " + hex(normed) + ", not " + hex(expected_normed_[i]);
     }
+    if (has_blocks(quantization_)) return wrong_in_block(outputs, i);
     const uint8_t expected = float_to_e4m3(E::value(expected_normed_[i]) / scale_of(outputs, static_cast<uint32_t>(i)));
     if (distance(outputs.normed[i], expected) <= 1) return "";
     return " is " + hex(outputs.normed[i]) + ", not " + hex(expected) + " (FP8)";
@@ -301,6 +365,7 @@ class FusedCall final : public Call {
   std::vector<uint16_t> residual_;
   std::vector<uint16_t> weight_;
   const std::vector<float> static_scale_{kStaticScale};
+  const std::vector<float> global_scale_{kGlobalScale};
   std::vector<Outputs> outputs_;  // by rank
   std::vector<uint16_t> expected_residual_;
   std::vector<uint16_t> expected_normed_;

@@ -126,7 +126,7 @@ def test_subjects_are_the_algorithms_of_the_registry(programs: Path) -> None:
     algorithms = [algorithm.subject for algorithm in controls.ALGORITHMS]
     assert listed[: len(algorithms)] == algorithms
     fused = [name for name in algorithms if name.startswith("all_reduce_add_rms_norm/")]
-    quantizations = ("static", "dynamic", "group", "group_column_major_tma_ue8m0")
+    quantizations = ("static", "dynamic", "group", "group_column_major_tma_ue8m0", "nvfp4", "mxfp8")
     fp8 = [f"{name}+{quantization}" for name in fused for quantization in quantizations]
     kinds = ("linear", "linear_silu_and_mul", "linear_gelu_tanh_and_mul")
     layers = [name + operands for name in kinds for operands in ("", "+fp8")]

@@ -59,7 +59,7 @@ def prepared(
 
     def call() -> bool:
         if is_fused:
-            return run(x.data_ptr(), 0, weight.data_ptr(), out.data_ptr(), residual.data_ptr(), 0, 0)
+            return run(x.data_ptr(), 0, weight.data_ptr(), out.data_ptr(), residual.data_ptr(), 0, 0, 0)
         return run(x.data_ptr(), out.data_ptr(), 0)
 
     return call
@@ -175,7 +175,7 @@ def test_an_optional_buffer_that_the_call_before_had() -> None:
     def calls(of_rank: tuple[bool, bool]) -> list[Callable[[], bool]]:
         return [
             lambda run=run, out=out, has=has: run(
-                x.data_ptr(), residual.data_ptr() * has, weight.data_ptr(), *(t.data_ptr() for t in out), 0, 0
+                x.data_ptr(), residual.data_ptr() * has, weight.data_ptr(), *(t.data_ptr() for t in out), 0, 0, 0
             )
             for run, out, has in zip(runs, outputs, of_rank, strict=True)
         ]

@@ -14,13 +14,16 @@ from torch._subclasses import FakeTensorMode
 from llm_comm import Communicator, UnsupportedInputError
 
 HIDDEN = 256
-OPERATORS = tuple(f"all_reduce_add_rms_norm{suffix}" for suffix in ("", "_static_fp8", "_dynamic_fp8", "_group_fp8"))
+SUFFIXES = ("", "_static_fp8", "_dynamic_fp8", "_group_fp8", "_block_scaled")
+OPERATORS = tuple(f"all_reduce_add_rms_norm{suffix}" for suffix in SUFFIXES)
 
 
 def own_operands(operator: str) -> list[torch.Tensor | str]:
     """That only operators with this quantization have."""
     if "group" in operator:
         return ["group_column_major_tma"]
+    if "block" in operator:
+        return ["nvfp4", torch.ones(1)]
     return [torch.ones(1)] if "static" in operator else []
 
 
@@ -45,7 +48,10 @@ class Layer(torch.nn.Module):
         fused(x, total, self.weight, EPS, quantize="group_column_major_tma", scale=given)
         by_columns, _, scales = fused(x, total, self.weight, EPS, quantize="group_column_major_tma")
         groups = by_rows.float(), row_scales, given, by_columns.float(), scales
-        return y, residual, static.float(), dynamic.float() * scale, total, *groups
+        fp4, _, fp4_scales = fused(x, total, self.weight, EPS, quantize="nvfp4", global_scale=self.scale)
+        fp8, _, fp8_scales = fused(x, total, self.weight, EPS, quantize="mxfp8_linear")
+        blocks = fp4.float(), fp4_scales.float(), fp8.float(), fp8_scales.float()
+        return y, residual, static.float(), dynamic.float() * scale, total, *groups, *blocks
 
 
 @torch.inference_mode()
@@ -123,3 +129,28 @@ def test_fake_scales_of_groups(quantize: str, shape: tuple[int, ...], strides: t
             operator(x, None, weight, EPS, 0.0, "any", "grouped")
     assert (normed.dtype, normed.shape, residual.dtype) == (FP8, x.shape, x.dtype)
     assert (scale.dtype, scale.shape, scale.stride()) == (torch.float32, (*shape[:-1], 2), strides)
+
+
+@pytest.mark.parametrize(
+    ("quantize", "shape", "scales"),
+    [
+        ("nvfp4", (3, HIDDEN), (128, 16)),
+        ("nvfp4_linear", (2, 5, HIDDEN), (2, 5, 16)),
+        ("mxfp8", (2, 65, HIDDEN), (256, 8)),
+        ("mxfp8_linear", (0, HIDDEN), (0, 8)),
+    ],
+)
+def test_fake_scales_of_blocks(quantize: str, shape: tuple[int, ...], scales: tuple[int, ...]) -> None:
+    operator = torch.ops.llm_comm.all_reduce_add_rms_norm_block_scaled
+    is_fp4 = "nvfp4" in quantize
+    with FakeTensorMode():
+        x, weight = torch.empty(shape, dtype=torch.float16), torch.empty(HIDDEN, dtype=torch.float16)
+        global_scale = torch.empty(1) if is_fp4 else None
+        normed, residual, scale = operator(x, x, weight, EPS, 0.0, "any", quantize, global_scale)
+        with pytest.raises(UnsupportedInputError, match="takes a multiple of"):
+            operator(x[..., :200], None, weight[:200], EPS, 0.0, "any", quantize, global_scale)
+        with pytest.raises(UnsupportedInputError, match="global_scale"):
+            operator(x, None, weight, EPS, 0.0, "any", quantize, None if is_fp4 else torch.empty(1))
+    assert (normed.dtype, normed.shape[:-1], residual.dtype) == (torch.uint8 if is_fp4 else FP8, x.shape[:-1], x.dtype)
+    assert normed.shape[-1] == (HIDDEN // 2 if is_fp4 else HIDDEN)
+    assert (scale.dtype, scale.shape) == (FP8 if is_fp4 else torch.uint8, scales)

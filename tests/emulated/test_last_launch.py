@@ -93,7 +93,7 @@ def fused(
                 depth=0 if blocks > 8 else 1,
                 tile_lines=16 if quantize in GROUPS else 8,
             ),
-            [(x, residual, weight, *outputs) for x, outputs in zip(inputs, results, strict=True)],
+            [(x, residual, weight, *outputs, None) for x, outputs in zip(inputs, results, strict=True)],
         )
     return results, cores
 

@@ -64,6 +64,7 @@ def call(
             torch.empty_like(x, dtype=x.dtype if quantize is None else FP8),
             torch.empty_like(x),
             torch.empty(len(x), GROUPS_OF_ROW if quantize in GROUPS else 1) if makes_scales(quantize) else scale,
+            None,
         )
         for given in inputs
     ]

@@ -27,6 +27,9 @@ FUSED_OPERANDS = {
     "groups by columns": (ones(2, 2 * HIDDEN), ones(2 * HIDDEN), "group_column_major_tma_ue8m0", True),
     "three dimensions of groups": (ones(1, 2, 2 * HIDDEN), ones(2 * HIDDEN), "group_ue8m0", True),
     "three dimensions by columns": (ones(1, 2, 2 * HIDDEN), ones(2 * HIDDEN), "group_column_major", False),
+    "blocks": (ones(ROWS, HIDDEN), ones(HIDDEN), "nvfp4", True),
+    "three dimensions of blocks": (ones(2, 2, HIDDEN), ones(HIDDEN), "mxfp8_linear", True),
+    "blocks of longer rows": (ones(16, 16), ones(16), "mxfp8", False),
     "other quantization": (ones(ROWS, HIDDEN), ones(HIDDEN), "int8", False),
     "three dimensions": (ones(2, 2, HIDDEN), ones(HIDDEN), None, True),
     "other type": (ones(ROWS, HIDDEN, dtype=FP16), ones(HIDDEN, dtype=FP16), None, True),
@@ -59,7 +62,8 @@ def check_fused(comm: Communicator) -> None:
         assert answers == (is_served, is_served), f"{name}: {answers}"
         if is_served:
             scale = torch.ones(1) if quantize == "static" else None
-            comm.all_reduce_add_rms_norm(x, None, weight, EPS, quantize=quantize, scale=scale)
+            given = {"global_scale": torch.ones(1) if quantize == "nvfp4" else None}
+            comm.all_reduce_add_rms_norm(x, None, weight, EPS, quantize=quantize, scale=scale, **given)
             continue
         with pytest.raises(UnsupportedInputError):
             comm.all_reduce_add_rms_norm(x, None, weight, EPS, quantize=quantize)

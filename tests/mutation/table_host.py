@@ -158,7 +158,7 @@ HOST = (
     cpp(
         "FP8 rows of a later launch lie as far as others",
         FUSED,
-        "is_quantized ? skipped / 2 : skipped",
+        "skipped * normed_bits / 16",
         "skipped",
         LAST_LAUNCH,
     ),

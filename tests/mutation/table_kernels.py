@@ -15,6 +15,7 @@ SLICES = "csrc/algorithms/all_reduce/slices.cuh"
 REDUCE = "csrc/include/llm_comm/reduce.cuh"
 FP8 = "csrc/include/llm_comm/fp8.cuh"
 ELEMENTS = "csrc/algorithms/all_reduce_add_rms_norm/elements.cuh"
+BLOCK_FORMATS = "csrc/algorithms/all_reduce_add_rms_norm/block_formats.cuh"
 WAIT = "csrc/include/llm_comm/wait.cuh"
 OPERATION = "csrc/include/llm_comm/operation.cuh"
 CHECK_CALL = "csrc/algorithms/check_call.cuh"
@@ -37,6 +38,7 @@ DIRECT_CE = "csrc/algorithms/all_gather/direct_ce.cuh"
 STREAM_COPIES = "csrc/algorithms/stream_copies.cuh"
 
 NORM_BITS = "tests/emulated/test_norm_bits.py"
+FUSED_BLOCKS = "tests/emulated/test_fused_blocks.py -k 2"
 SUMS = "driver --cases 300 --alone --algorithm all_reduce/two_shot"
 ERRORS = "tests/emulated/test_error_details.py"
 MISMATCHES = "tests/emulated/test_mismatch.py"
@@ -222,7 +224,7 @@ KERNELS = (
         "static FP8 divides",
         RMS_NORM,
         "return value * reciprocal_scale;",
-        "return WITHOUT ? value / static_scale : value * reciprocal_scale;",
+        "return WITHOUT ? value / given_scale : value * reciprocal_scale;",
         NORM_BITS,
     ),
     cpp(
@@ -289,6 +291,34 @@ KERNELS = (
         NORM_BITS,
     ),
     cpp("negative values have no magnitude", RMS_NORM, "x.of[i] < 0.0f ? -x.of[i] : x.of[i]", "x.of[i]", NORM_BITS),
+    # ---- NVFP4 and MXFP8 ----
+    cpp("FP4 rounds halves down", BLOCK_FORMATS, ">= 0.75f", ">= (WITHOUT ? 0.7500001f : 0.75f)", FUSED_BLOCKS),
+    cpp("FP4 of NaN is 0", BLOCK_FORMATS, "magnitude != magnitude", "false", FUSED_BLOCKS),
+    cpp(
+        "a block of zeros is divided by its scale",
+        BLOCK_FORMATS,
+        "scale != 0.0f",
+        "true",
+        FUSED_BLOCKS,
+    ),
+    cpp("e8m0 scales are rounded down", BLOCK_FORMATS, "(bits + 0x7FFFFFu) >> 23", "bits >> 23", FUSED_BLOCKS),
+    cpp("e8m0 has an infinity", BLOCK_FORMATS, "exponent < 254 ? exponent : 254", "exponent", FUSED_BLOCKS),
+    cpp("scales of a tile lie by rows", BLOCK_FORMATS, "row % 32 * 16", "row % 32 * 4", FUSED_BLOCKS),
+    cpp("a launch begins at row 0", RMS_NORM, "args_.first_row + row", "row", FUSED_BLOCKS),
+    cpp(
+        "zeros with a sign have a negative scale",
+        RMS_NORM,
+        "without_sign(x.of[0])",
+        "x.of[0] < 0.0f ? -x.of[0] : x.of[0]",
+        FUSED_BLOCKS,
+    ),
+    cpp(
+        "an MXFP8 block has the scale of its half",
+        RMS_NORM,
+        "if (!is_nvfp4) magnitude",
+        "if (!WITHOUT && !is_nvfp4) magnitude",
+        FUSED_BLOCKS,
+    ),
     cpp(
         "FP8 rounds halves up",
         FP8,

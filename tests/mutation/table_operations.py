@@ -329,7 +329,7 @@ OPERATIONS: tuple[Mutant, ...] = (
     python(
         "a scale may be of any type",
         QUANTIZATION,
-        "if fits and scale.dtype is torch.float32 and",
+        "if fits and scale.dtype is dtype and",
         "if fits and",
         MISFITS,
     ),

@@ -20,11 +20,11 @@ inline constexpr OperationKind kAllReduceAddRmsNormOneShot = kKindOf<struct AllR
 inline constexpr uint32_t kNormWidth = 4;
 
 // `SingleTile`: the grid has one block per tile.
-template <DataType D, int World, bool SingleTile, bool Quantized>
+template <DataType D, int World, bool SingleTile, Output Rows>
 LLM_COMM_KERNEL(SingleTile ? kMaxFusedThreads : kMaxLoopThreads)
 all_reduce_add_rms_norm_one_shot(LLM_COMM_KERNEL_PARAM AddRmsNormArgs args) {
   constexpr uint32_t kWidth = kNormWidth;
-  using Norm = RmsNorm<D, kWidth, SingleTile, Quantized>;
+  using Norm = RmsNorm<D, kWidth, SingleTile, Rows>;
   using Values = typename Norm::Values;
 
   const auto self = RowThread::of<World>(args, cluster_number(args.comm, args.cluster_blocks));
@@ -72,7 +72,7 @@ all_reduce_add_rms_norm_one_shot(LLM_COMM_KERNEL_PARAM AddRmsNormArgs args) {
   first_weight.begin();
   Values residual{};
   Values weight{};
-  const float static_scale = norm.load_scale();
+  const float given_scale = norm.load_scale();
   // If begin() fails, the thread continues without waiting, sending or storing results. Threads that have begun, in its
   // block and in others of the cluster, wait for what it delivers.
   norm.set_begun(session.begin_in_slot(state));
@@ -124,7 +124,7 @@ all_reduce_add_rms_norm_one_shot(LLM_COMM_KERNEL_PARAM AddRmsNormArgs args) {
       if (norms || warp == 0) {
         norm.finish(
             reducing.row, tiles, [&](uint32_t tile) { return position_of(tile * round_lines); }, sums, weight,
-            static_scale);
+            given_scale);
       }
     }
     if (!SingleTile) reducing.advance(args.row_lines, round_lines, self.clusters);
@@ -151,7 +151,7 @@ struct AllReduceAddRmsNormOneShot : RowsInClusters<AllReduceAddRmsNormOneShot> {
 
   template <DataType D, int World, uint32_t Variant>
   static KernelPointer kernel() {
-    return &all_reduce_add_rms_norm_one_shot<D, World, (Variant & 1) != 0, (Variant & 2) != 0>;
+    return &all_reduce_add_rms_norm_one_shot<D, World, (Variant & 1) != 0, output_of(Variant >> 1, kVariants / 2)>;
   }
 
   static constexpr uint32_t resident_threads(const Limits&) { return kMaxThreads; }

@@ -39,6 +39,12 @@ static_assert(kGroupLines % kChunkLines == 0);
 //   kGroup...  per group of 128 elements of a row: scale = max(|group|, 1e-10) / 448. UE8M0 rounds the scale up to a
 //              power of two. Scales are stored by rows (row * groups + group), or by columns, with the groups of a row
 //              `rows` apart. ...Aligned rounds that distance up to a multiple of 4, because TMA needs rows of 16 bytes.
+//   kNvfp4...  per block of 16 elements: scale = e4m3(*global_scale * max(|block|) / 6), and
+//              e2m1(normed * *global_scale / scale)
+//   kMxfp8...  per block of 32 elements: scale = max(|block|) / 448, rounded up to a power of two, and
+//              e4m3(normed / scale)
+//              Scales of blocks are bytes (block_formats.cuh). They lie in tiles of 128 rows and 4 blocks, whose padding
+//              is not written; ...Linear: by rows.
 enum class Quantization : uint32_t {
   kNone = 0,
   kStatic = 1,
@@ -49,32 +55,66 @@ enum class Quantization : uint32_t {
   kGroupUe8m0 = 6,
   kGroupColumnsUe8m0 = 7,
   kGroupColumnsAlignedUe8m0 = 8,
+  kNvfp4 = 9,
+  kNvfp4Linear = 10,
+  kMxfp8 = 11,
+  kMxfp8Linear = 12,
 };
-inline constexpr uint32_t kQuantizations = 9;
-inline constexpr uint32_t kScaleAlignment = 4;  // fp32 scales in 16 bytes
+inline constexpr uint32_t kQuantizations = 13;
+inline constexpr uint32_t kScaleAlignment = 4;  // fp32 scales in 16 bytes; scales of blocks side by side in a tile
 
-constexpr bool has_groups(Quantization quantization) { return quantization >= Quantization::kGroup; }
+// Elements of a row that share a scale of one byte. A chunk has whole blocks.
+inline constexpr uint32_t kNvfp4Block = 16;
+inline constexpr uint32_t kMxfp8Block = 32;
+static_assert(kChunkLines * kElementsPerLine % kMxfp8Block == 0);
+
+constexpr bool is_nvfp4(Quantization quantization) {
+  return quantization == Quantization::kNvfp4 || quantization == Quantization::kNvfp4Linear;
+}
+constexpr bool has_blocks(Quantization quantization) { return quantization >= Quantization::kNvfp4; }
+constexpr bool has_groups(Quantization quantization) {
+  return quantization >= Quantization::kGroup && !has_blocks(quantization);
+}
+constexpr uint32_t block_size(Quantization quantization) { return is_nvfp4(quantization) ? kNvfp4Block : kMxfp8Block; }
+
+// Quantizations that a kernel has code for. kFP8 are those without blocks. They are separate kernels, because code that a
+// kernel does not run slows down the code it runs (docs/experiments/cold_code.md).
+enum class Output : uint32_t { kPlain = 0, kFP8 = 1, kBlocks = 2, kFP8OrBlocks = 3 };
+
+constexpr bool includes(Output output, Output one) {
+  return (static_cast<uint32_t>(output) & static_cast<uint32_t>(one)) != 0;
+}
+// Kernel of a quantization among the `kernels` of an algorithm that differ in Output: of three, each has its own; of two,
+// the second has all that quantize.
+constexpr uint32_t output_number(Quantization quantization, uint32_t kernels) {
+  return quantization == Quantization::kNone ? 0 : has_blocks(quantization) ? kernels - 1 : 1;
+}
+constexpr Output output_of(uint32_t number, uint32_t kernels) {
+  return number == 1 && kernels == 2 ? Output::kFP8OrBlocks : static_cast<Output>(number);
+}
 
 struct AddRmsNormArgs {
   DeviceComm comm;
   const void* input;     // [rows, row_lines * 8]; this and all other tensors: element-aligned, rows contiguous
   const void* residual;  // shaped like the input; nullptr: none
   const void* weight;    // [row_lines * 8]
-  void* normed;          // shaped like the input (may be the input), or FP8
+  void* normed;          // shaped like the input (may be the input), or quantized
   void* new_residual;    // shaped like the input (may be the residual): the sum plus the residual
-  float* scale;          // see Quantization
+  float* scale;          // see Quantization; bytes for blocks
   uint32_t rows;         // at least 1; the same on all ranks, like row_lines and tile_lines
   uint32_t row_lines;
   uint32_t segment_lines;  // two-shot: lines of a row that one rank owns; a multiple of kChunkLines
   uint32_t tile_lines;     // LL: a multiple of kChunkLines. HB: lines of a rank's part of a tile (row_tiles.cuh)
   uint32_t cluster_blocks;
   uint32_t depth;             // tiles that a block sends ahead of the one it reduces; HB: at least 2
-  Quantization quantization;  // kGroup or kGroupUe8m0 for every layout of the scales
+  Quantization quantization;  // kGroup, kGroupUe8m0, kNvfp4 or kMxfp8 for every layout of the scales
   float epsilon;
   float weight_bias;  // added to each weight in fp32, as in Gemma's norms. For none it is -0, which changes no weight
   float reciprocal_hidden;
-  uint32_t scale_row_stride;    // distance of the scales of adjacent rows
-  uint32_t scale_group_stride;  // distance of the scales of adjacent groups
+  uint32_t scale_row_stride;    // distance of the scales of adjacent rows; 0: in tiles
+  uint32_t scale_group_stride;  // distance of the scales of adjacent groups; in tiles: tiles side by side
+  uint32_t first_row;           // of this launch among all rows of the call
+  const float* global_scale;    // see kNvfp4
 };
 
 // Thread (k, c) and the rows of its cluster.
@@ -136,12 +176,14 @@ struct AllReduceAddRmsNorm {
                   {"weight"},
                   {.name = "normed", .is_output = true},
                   {.name = "new_residual", .is_output = true},
-                  {.name = "scale", .is_optional = true}},
+                  {.name = "scale", .is_optional = true},
+                  {.name = "global_scale", .is_optional = true}},
       .parameters = {{"epsilon"},
                      {.name = "quantization",
                       .value_names = {"none", "static", "dynamic", "group", "group_column_major",
                                       "group_column_major_tma", "group_ue8m0", "group_column_major_ue8m0",
-                                      "group_column_major_tma_ue8m0"}},
+                                      "group_column_major_tma_ue8m0", "nvfp4", "nvfp4_linear", "mxfp8",
+                                      "mxfp8_linear"}},
                      {"weight_bias"}},
       .row_multiple = kElementsPerLine,
       .max_row = kMaxHidden};
@@ -160,6 +202,11 @@ struct AllReduceAddRmsNorm {
     if (has_groups(quantization(problem)) && problem.row % kGroupSize != 0) {
       throw std::invalid_argument("rows of " + std::to_string(problem.row) +
                                   " elements; FP8 by groups takes a multiple of " + std::to_string(kGroupSize));
+    }
+    if (has_blocks(quantization(problem)) && problem.row % block_size(quantization(problem)) != 0) {
+      throw std::invalid_argument("rows of " + std::to_string(problem.row) + " elements; " +
+                                  (is_nvfp4(quantization(problem)) ? "NVFP4" : "MXFP8") + " takes a multiple of " +
+                                  std::to_string(block_size(quantization(problem))));
     }
     const double bias = problem.parameter[kWeightBias];
     if (!(std::abs(bias) <= std::numeric_limits<float>::max())) {
@@ -197,13 +244,16 @@ struct AllReduceAddRmsNorm {
 
   static void set_launch(Args& args, const Problem& problem, const uint64_t* buffers, uint64_t first, uint64_t units) {
     const uint64_t skipped = first * problem.unit_bytes();
-    const bool is_quantized = args.quantization != Quantization::kNone;
+    const uint64_t normed_bits = args.quantization == Quantization::kNone ? 16 : is_nvfp4(args.quantization) ? 4 : 8;
     args.input = reinterpret_cast<const void*>(buffers[0] + skipped);
     args.residual = buffers[1] == 0 ? nullptr : reinterpret_cast<const void*>(buffers[1] + skipped);
     args.weight = reinterpret_cast<const void*>(buffers[2]);
-    args.normed = reinterpret_cast<void*>(buffers[3] + (is_quantized ? skipped / 2 : skipped));
+    args.normed = reinterpret_cast<void*>(buffers[3] + skipped * normed_bits / 16);
     args.new_residual = reinterpret_cast<void*>(buffers[4] + skipped);
-    args.scale = reinterpret_cast<float*>(buffers[5]) + first * args.scale_row_stride;
+    const uint64_t scale_bytes = has_blocks(args.quantization) ? 1 : sizeof(float);
+    args.scale = reinterpret_cast<float*>(buffers[5] + first * args.scale_row_stride * scale_bytes);
+    args.global_scale = reinterpret_cast<const float*>(buffers[6]);
+    args.first_row = static_cast<uint32_t>(first);
     args.rows = static_cast<uint32_t>(units);
   }
 
@@ -214,6 +264,14 @@ struct AllReduceAddRmsNorm {
     const bool by_columns = is(Quantization::kGroupColumns, Quantization::kGroupColumnsUe8m0);
     const bool by_aligned_columns = is(Quantization::kGroupColumnsAligned, Quantization::kGroupColumnsAlignedUe8m0);
     const auto rows = static_cast<uint32_t>(problem.units());
+    if (has_blocks(wanted)) {
+      const uint32_t blocks = problem.row / block_size(wanted);
+      const bool is_linear = wanted == Quantization::kNvfp4Linear || wanted == Quantization::kMxfp8Linear;
+      args.quantization = is_nvfp4(wanted) ? Quantization::kNvfp4 : Quantization::kMxfp8;
+      args.scale_row_stride = is_linear ? blocks : 0;
+      args.scale_group_stride = is_linear ? 1 : divide_up(blocks, kScaleAlignment);
+      return;
+    }
     if (!has_groups(wanted)) {
       args.quantization = wanted;
       args.scale_row_stride = wanted == Quantization::kDynamic ? 1 : 0;
@@ -242,8 +300,8 @@ struct RowsInClusters {
                                        {"threads", kFewestThreads, kMaxFusedThreads},
                                        {"cluster", 1, kMaxClusterBlocks, true},
                                        {"depth", 0, 65535}}};
-  // Bit 0: the grid has one block per tile. Bit 1: the normed rows are FP8.
-  static constexpr uint32_t kVariants = 4;
+  // Bit 0: the grid has one block per tile. Other bits: output_number().
+  static constexpr uint32_t kVariants = 6;
 
   static Tiling tile(const Problem& problem, const TuningParameters& tuning, const Limits& limits) {
     const uint64_t rows = problem.units();
@@ -332,9 +390,9 @@ struct RowsInClusters {
                                   " bytes: they have more than 512 threads, or no share of a row");
     }
     const uint64_t shared_lines = Algorithm::shared_lines(tiling.tile_lines, world, threads, is_single_tile);
-    const bool is_quantized = Operation::quantization(problem) != Quantization::kNone;
+    const uint32_t output = output_number(Operation::quantization(problem), Algorithm::kVariants / 2);
     return {static_cast<uint32_t>(clusters * cluster), threads, static_cast<uint32_t>(shared_lines * sizeof(Line)),
-            static_cast<uint32_t>(cluster), (is_single_tile ? 1u : 0u) | (is_quantized ? 2u : 0u)};
+            static_cast<uint32_t>(cluster), (is_single_tile ? 1u : 0u) | output << 1};
   }
 
   static std::vector<TuningParameters> candidates(const Problem& problem, const Limits& limits) {

@@ -11,6 +11,7 @@
 //   3. A warp delivers for row r + 1 only after it has read the partial sums of row r.
 #pragma once
 
+#include "algorithms/all_reduce_add_rms_norm/block_formats.cuh"
 #include "algorithms/all_reduce_add_rms_norm/elements.cuh"
 #include "llm_comm/fp8.cuh"
 
@@ -27,10 +28,10 @@ inline constexpr float kSmallestScale = 1.0f / (kLargestE4m3 * 512.0f);
 inline constexpr float kLeastGroupMagnitude = 1e-10f;
 inline constexpr float kLeastUe8m0Scale = 1e-10f;
 
-// `SingleRow`: the block processes one row. `Quantized`: the normed rows are FP8. Both are separate kernels, because
-// code that a kernel does not run slows down the code it runs (docs/experiments/cold_code.md). `Tensor`: access to the
-// caller's tensors.
-template <DataType D, uint32_t Width, bool SingleRow, bool Quantized, template <DataType> class Tensor = Elements>
+// `SingleRow`: the block processes one row. `Rows`: what the kernel makes of normed rows. Both are separate kernels,
+// because code that a kernel does not run slows down the code it runs (docs/experiments/cold_code.md). `Tensor`: access to
+// the caller's tensors.
+template <DataType D, uint32_t Width, bool SingleRow, Output Rows, template <DataType> class Tensor = Elements>
 class RmsNorm {
  public:
   using Values = Pack<D, Width>;
@@ -57,7 +58,7 @@ class RmsNorm {
         fills_warps_(((args.tile_lines | span | args.row_lines) % kWarpThreads) == 0) {
     // combine_partials() reads beyond the last chunk, so those entries must be zero. Only they may be written here:
     // nothing orders a block's own stores against deliveries from other blocks.
-    const bool has_magnitudes = Quantized && args.quantization == Quantization::kDynamic;
+    const bool has_magnitudes = kHasFP8 && args.quantization == Quantization::kDynamic;
     for (uint32_t i = chunks_ + thread_index(); i < kMaxChunks; i += block_threads()) {
       for_each_set(has_magnitudes, [&](uint32_t set) { partials_[set * kMaxChunks + i] = 0.0f; });
     }
@@ -110,9 +111,10 @@ class RmsNorm {
     load.begin();
     return load.end();
   }
-  // Scale of a static quantization.
+  // Scale that the caller gives: of a static quantization, or the global scale of NVFP4.
   LLM_COMM_DEVICE float load_scale() const {
-    return Quantized && args_.quantization == Quantization::kStatic ? *args_.scale : 0.0f;
+    if (kHasBlocks && args_.quantization == Quantization::kNvfp4) return *args_.global_scale;
+    return kHasFP8 && args_.quantization == Quantization::kStatic ? *args_.scale : 0.0f;
   }
 
   // Adds the residual to a row's sums, stores and returns the result, and contributes its squares. All threads of a
@@ -142,7 +144,7 @@ class RmsNorm {
   // - `values`, `weight`: results of add() and load_weight(); used if there is a single tile.
   template <class PositionOf>
   LLM_COMM_DEVICE void finish(uint32_t row, uint32_t tiles, PositionOf position, Values values, Values weight,
-                              float static_scale) {
+                              float given_scale) {
     const auto each_tile = [&](auto step) {
       if (tiles == 1) {
         step(position(0), values, weight);
@@ -154,21 +156,23 @@ class RmsNorm {
         step(at, at.exists ? new_residual_.template load<Width>(element(row, at)) : Values{}, load_weight(at));
       }
     };
-    finish_tiles(row, each_tile, static_scale);
+    finish_tiles(row, each_tile, given_scale);
   }
   // finish() of values that the caller holds. each_tile(step): calls step(position, values, weight) for all of this
   // thread.
   template <class EachTile>
-  LLM_COMM_DEVICE void finish_tiles(uint32_t row, EachTile each_tile, float static_scale) {
+  LLM_COMM_DEVICE void finish_tiles(uint32_t row, EachTile each_tile, float given_scale) {
     const float squares = combine_partials(set_of_row(), [](float a, float b) { return a + b; });
     const float factor = reciprocal_sqrt(multiply_add(squares, args_.reciprocal_hidden, args_.epsilon));
-    if constexpr (!Quantized) {
+    if constexpr (Rows == Output::kPlain) {
       each_tile([&](Position at, Values x, Values w) {
         if (at.exists && stores_) normed_.template store<Width>(element(row, at), normalize(x, w, factor));
       });
+    } else if (kHasBlocks && (!kHasFP8 || args_.quantization >= Quantization::kNvfp4)) {
+      each_tile([&](Position at, Values x, Values w) { store_blocks(row, at, normalize(x, w, factor), given_scale); });
     } else if (args_.quantization == Quantization::kStatic) {
       // Multiplies by the reciprocal, as vLLM's kernels do.
-      const float reciprocal_scale = 1.0f / static_scale;
+      const float reciprocal_scale = 1.0f / given_scale;
       each_tile([&](Position at, Values x, Values w) {
         store_quantized(row, at, normalize(x, w, factor), [&](float value) { return value * reciprocal_scale; });
       });
@@ -209,13 +213,16 @@ class RmsNorm {
 
  private:
   using E = Element<D>;
+  static constexpr bool kHasFP8 = includes(Rows, Output::kFP8);
+  static constexpr bool kHasBlocks = includes(Rows, Output::kBlocks);
   static constexpr uint32_t kLanesPerChunk = kChunkLines * kElementsPerLine / Width;
   // Groups lie within a warp and begin at multiples of kLanesPerGroup, because tiles are multiples of groups.
   static constexpr uint32_t kLanesPerGroup = kGroupSize / Width;
   static_assert(kLanesPerGroup <= kWarpThreads);
 
-  struct alignas(Width) Bytes {
-    uint8_t element[Width];
+  template <uint32_t Count>
+  struct alignas(Count) Bytes {
+    uint8_t element[Count];
   };
 
   // Calls step() for the sets in use: for one row or two, sums, and magnitudes if there are any.
@@ -224,7 +231,7 @@ class RmsNorm {
     LLM_COMM_UNROLL(2)
     for (uint32_t row = 0; row < (SingleRow ? 1 : 2); ++row) {
       step(row);
-      if (Quantized && has_magnitudes) step(2 + row);
+      if (kHasFP8 && has_magnitudes) step(2 + row);
     }
   }
 
@@ -363,15 +370,56 @@ class RmsNorm {
   LLM_COMM_DEVICE void store_quantized(uint32_t row, Position at, Values values, Scaled scaled) const {
     if (!at.exists || !stores_) return;
     const Floats x = floats(values);
-    Bytes quantized;
+    Bytes<Width> quantized;
     LLM_COMM_UNROLL(8)
     for (uint32_t i = 0; i < Width; ++i) quantized.element[i] = float_to_e4m3(scaled(x.of[i]));
     uint8_t* const to = static_cast<uint8_t*>(args_.normed) + element(row, at);
     if (reinterpret_cast<uint64_t>(args_.normed) % Width == 0) {
-      *reinterpret_cast<Bytes*>(to) = quantized;
+      *reinterpret_cast<Bytes<Width>*>(to) = quantized;
       return;
     }
     for (uint32_t i = 0; i < Width; ++i) to[i] = quantized.element[i];
+  }
+
+  // Quantizes values of a block. All threads of a warp call it. Adjacent lanes of a warp hold a block: chunks have whole
+  // blocks. The largest magnitude ignores NaN, as FlashInfer's does: it is NaN only if all values are.
+  LLM_COMM_DEVICE void store_blocks(uint32_t row, Position at, Values values, float global_scale) const {
+    const bool is_nvfp4 = args_.quantization == Quantization::kNvfp4;
+    const Floats x = floats(values);
+    float magnitude = without_sign(x.of[0]);
+    LLM_COMM_UNROLL(8)
+    for (uint32_t i = 1; i < Width; ++i) magnitude = larger(magnitude, without_sign(x.of[i]));
+    constexpr uint32_t kLanes = kNvfp4Block / Width;
+    LLM_COMM_UNROLL(8)
+    for (uint32_t mask = 1; mask < kLanes; mask *= 2) magnitude = larger(magnitude, shuffle_xor(magnitude, mask));
+    static_assert(kMxfp8Block == 2 * kNvfp4Block);
+    if (!is_nvfp4) magnitude = larger(magnitude, shuffle_xor(magnitude, kLanes));
+
+    const BlockScale scale = is_nvfp4 ? nvfp4_scale(magnitude, global_scale) : mxfp8_scale(magnitude);
+    if (!(at.exists && stores_)) return;
+    const uint32_t size = is_nvfp4 ? kNvfp4Block : kMxfp8Block;
+    if (at.index % size == 0) reinterpret_cast<uint8_t*>(args_.scale)[scale_offset(row, at.index / size)] = scale.code;
+    if (!is_nvfp4) {
+      store_quantized(row, at, values, [&](float value) { return value * scale.factor; });
+      return;
+    }
+    Bytes<Width / 2> quantized;
+    LLM_COMM_UNROLL(4)
+    for (uint32_t i = 0; i < Width / 2; ++i) {
+      quantized.element[i] = static_cast<uint8_t>(float_to_e2m1(x.of[2 * i] * scale.factor) |
+                                                  float_to_e2m1(x.of[2 * i + 1] * scale.factor) << 4);
+    }
+    uint8_t* const to = static_cast<uint8_t*>(args_.normed) + element(row, at) / 2;
+    if (reinterpret_cast<uint64_t>(args_.normed) % (Width / 2) == 0) {
+      *reinterpret_cast<Bytes<Width / 2>*>(to) = quantized;
+      return;
+    }
+    for (uint32_t i = 0; i < Width / 2; ++i) to[i] = quantized.element[i];
+  }
+
+  LLM_COMM_DEVICE uint64_t scale_offset(uint32_t row, uint32_t block) const {
+    if (args_.scale_row_stride == 0) return swizzled_offset(args_.first_row + row, block, args_.scale_group_stride);
+    return uint64_t{row} * args_.scale_row_stride + block;
   }
 
   const AddRmsNormArgs& args_;

@@ -81,7 +81,7 @@ class TilePart {
 // sums, as Exchange::tile() returns them.
 template <class Norm, class Sums>
 LLM_COMM_DEVICE void norm_rows(const AddRmsNormArgs& args, Norm& norm, const Team& team, uint32_t first, uint32_t rows,
-                               const Sums& sums, float static_scale) {
+                               const Sums& sums, float given_scale) {
   using Values = typename Norm::Values;
   using Position = typename Norm::Position;
   constexpr uint32_t kHeldTiles = 4;
@@ -102,7 +102,7 @@ LLM_COMM_DEVICE void norm_rows(const AddRmsNormArgs& args, Norm& norm, const Tea
         const Position at = position(tile);
         values = norm.add(row, at, sum_of(load(row, at)), norm.load_residual(row, at));
       }
-      norm.finish(row, tiles, position, values, norm.load_weight(position(0)), static_scale);
+      norm.finish(row, tiles, position, values, norm.load_weight(position(0)), given_scale);
     }
     return;
   }
@@ -130,7 +130,7 @@ LLM_COMM_DEVICE void norm_rows(const AddRmsNormArgs& args, Norm& norm, const Tea
           step(position(tile), values[tile], aligned.load_weight(position(tile)));
         }
       };
-      aligned.finish_tiles(row, each_tile, static_scale);
+      aligned.finish_tiles(row, each_tile, given_scale);
     }
   });
 }
@@ -139,9 +139,9 @@ LLM_COMM_DEVICE void norm_rows(const AddRmsNormArgs& args, Norm& norm, const Tea
 //   stage(team, t, part_of)       team 0; part_of(owner): this rank's contribution to a part, as a view of lines
 //   sum_and_keep(team, t, part)   team 1
 //   tile(t)                       the sums of tile t: load(line of the tile), and line(what load() has returned)
-template <DataType D, int World, bool Quantized, template <DataType, int, class> class Exchange>
+template <DataType D, int World, Output Rows, template <DataType, int, class> class Exchange>
 LLM_COMM_DEVICE void sum_and_norm_in_tiles(const AddRmsNormArgs& args, OperationKind kind) {
-  using Norm = RmsNorm<D, kElementsPerLine, false, Quantized, ElementLines>;
+  using Norm = RmsNorm<D, kElementsPerLine, false, Rows, ElementLines>;
   const uint32_t block = block_number(args.comm);
   const uint32_t depth = args.depth < kMinHBDepth ? kMinHBDepth : args.depth;  // arguments() may lower it
   const RowTiles tiles(args, World, block);
@@ -156,7 +156,7 @@ LLM_COMM_DEVICE void sum_and_norm_in_tiles(const AddRmsNormArgs& args, Operation
   const Steps steps(session, args.comm, block, args.tile_lines, depth, tiles.all_part_lines());
   const Exchange<D, World, Steps> exchange(args, tiles, block, depth, steps);
   session.wait_for_grids_before(input.precomputed(), norm.precomputed());
-  const float static_scale = norm.load_scale();
+  const float given_scale = norm.load_scale();
   session.begin();
   const auto part_of = [&](const ElementLines<D>& tensor, uint32_t t, uint32_t owner) {
     return TilePart<D>(tensor, tiles, t, owner, steps.first(t));
@@ -172,7 +172,7 @@ LLM_COMM_DEVICE void sum_and_norm_in_tiles(const AddRmsNormArgs& args, Operation
             [&](const ElementLines<D>& tensor) { exchange.sum_and_keep(team, t, part_of(tensor, t, args.comm.rank)); });
       },
       [&](const Team& team, uint32_t t) {
-        norm_rows(args, norm, team, tiles.first_row(t), tiles.rows(t), exchange.tile(t), static_scale);
+        norm_rows(args, norm, team, tiles.first_row(t), tiles.rows(t), exchange.tile(t), given_scale);
       });
 }
 
@@ -187,7 +187,7 @@ struct RowsInTiles : Chunked<Algorithm> {
   using Base = Chunked<Algorithm>;
   static constexpr uint32_t kTeams = kTwoShotTeams;
   static constexpr uint64_t kLeastMeasuredBytes = 1 << 20;  // smaller messages get the first candidate alone
-  static constexpr uint32_t kVariants = 2;                  // 1: the normed rows are FP8
+  static constexpr uint32_t kVariants = 3;                  // output_number()
 
   // A rank keeps its own sums too.
   static constexpr uint64_t senders(uint64_t world) { return world; }
@@ -234,7 +234,7 @@ struct RowsInTiles : Chunked<Algorithm> {
                                   std::to_string(Algorithm::kPartUnit));
     }
     Grid grid = Base::grid(problem, tiling, units, limits);
-    grid.variant = Operation::quantization(problem) == Quantization::kNone ? 0 : 1;
+    grid.variant = output_number(Operation::quantization(problem), Algorithm::kVariants);
     return grid;
   }
 

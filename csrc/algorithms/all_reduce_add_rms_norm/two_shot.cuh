@@ -36,11 +36,11 @@ struct StoredToAll {
 
 // `SingleTile`: the grid has one block per tile. `Exchange`: Pushed, StoredToAll, or a class that reduces in the switch
 // (two_shot_ld_reduce.cuh).
-template <DataType D, int World, bool SingleTile, bool Quantized, class Exchange>
+template <DataType D, int World, bool SingleTile, Output Rows, class Exchange>
 LLM_COMM_DEVICE void sum_and_norm_in_two_shots(const AddRmsNormArgs& args, OperationKind kind) {
   constexpr bool kToAll = Exchange::kToAll;
   constexpr bool kIsSummedBySwitch = Exchange::kIsSummedBySwitch;
-  using Norm = RmsNorm<D, kElementsPerLine, SingleTile, Quantized>;
+  using Norm = RmsNorm<D, kElementsPerLine, SingleTile, Rows>;
   using Values = typename Norm::Values;
 
   const auto self = RowThread::of<World>(args, cluster_number(args.comm, args.cluster_blocks));
@@ -106,7 +106,7 @@ LLM_COMM_DEVICE void sum_and_norm_in_two_shots(const AddRmsNormArgs& args, Opera
   coming.begin();
   first_residual.begin();
   first_weight.begin();
-  const float static_scale = norm.load_scale();
+  const float given_scale = norm.load_scale();
   Line line{};  // last line sent
   // If begin() fails, the thread continues without waiting, sending or storing results. Threads that have begun, in its
   // block and in others of the cluster, wait for what it delivers.
@@ -191,7 +191,7 @@ LLM_COMM_DEVICE void sum_and_norm_in_two_shots(const AddRmsNormArgs& args, Opera
       if (norms || thread_index() < kWarpThreads) {
         norm.finish(
             collecting.row, tiles, [&](uint32_t tile) { return position_of(tile * round_lines); }, values, weight,
-            static_scale);
+            given_scale);
       }
     }
     if (!SingleTile) collecting.advance(segment, round_lines, self.clusters);
@@ -215,10 +215,10 @@ LLM_COMM_DEVICE void sum_and_norm_in_two_shots(const AddRmsNormArgs& args, Opera
   }
 }
 
-template <DataType D, int World, bool SingleTile, bool Quantized>
+template <DataType D, int World, bool SingleTile, Output Rows>
 LLM_COMM_KERNEL(kMaxTwoShotThreads)
 all_reduce_add_rms_norm_two_shot(LLM_COMM_KERNEL_PARAM AddRmsNormArgs args) {
-  sum_and_norm_in_two_shots<D, World, SingleTile, Quantized, Pushed>(args, kAllReduceAddRmsNormTwoShot);
+  sum_and_norm_in_two_shots<D, World, SingleTile, Rows, Pushed>(args, kAllReduceAddRmsNormTwoShot);
 }
 
 // ---- Descriptor ----------------------------------------------------------------------------------------------------
@@ -250,7 +250,7 @@ struct AllReduceAddRmsNormTwoShot : TwoShotInClusters<AllReduceAddRmsNormTwoShot
 
   template <DataType D, int World, uint32_t Variant>
   static KernelPointer kernel() {
-    return &all_reduce_add_rms_norm_two_shot<D, World, (Variant & 1) != 0, (Variant & 2) != 0>;
+    return &all_reduce_add_rms_norm_two_shot<D, World, (Variant & 1) != 0, output_of(Variant >> 1, kVariants / 2)>;
   }
 };
 

@@ -56,10 +56,10 @@ class FP8Parts {
   uint32_t part_lines_;
 };
 
-template <DataType D, int World, bool Quantized>
+template <DataType D, int World, Output Rows>
 LLM_COMM_KERNEL(kMaxRowThreads)
 all_reduce_add_rms_norm_two_shot_fp8_hb(LLM_COMM_KERNEL_PARAM AddRmsNormArgs args) {
-  sum_and_norm_in_tiles<D, World, Quantized, FP8Parts>(args, kAllReduceAddRmsNormTwoShotFP8HB);
+  sum_and_norm_in_tiles<D, World, Rows, FP8Parts>(args, kAllReduceAddRmsNormTwoShotFP8HB);
 }
 
 // ---- Descriptor ----------------------------------------------------------------------------------------------------
@@ -71,6 +71,7 @@ struct AllReduceAddRmsNormTwoShotFP8HB : RowsInTiles<AllReduceAddRmsNormTwoShotF
                                        .wire = "fp8"};
   static constexpr uint32_t kPartUnit = kQuantizedBlock / kElementsPerLine;
   static constexpr uint64_t kLeastBytes = 0;
+  static constexpr uint32_t kVariants = 2;
 
   // Lines of a buffer for a part of `tile_lines` lines.
   static constexpr uint64_t buffer_lines(uint64_t tile_lines) {
@@ -90,7 +91,7 @@ struct AllReduceAddRmsNormTwoShotFP8HB : RowsInTiles<AllReduceAddRmsNormTwoShotF
 
   template <DataType D, int World, uint32_t Variant>
   static KernelPointer kernel() {
-    return &all_reduce_add_rms_norm_two_shot_fp8_hb<D, World, Variant != 0>;
+    return &all_reduce_add_rms_norm_two_shot_fp8_hb<D, World, output_of(Variant, kVariants)>;
   }
 };
 

@@ -42,10 +42,10 @@ class ExactParts {
   const Steps& steps_;
 };
 
-template <DataType D, int World, bool Quantized>
+template <DataType D, int World, Output Rows>
 LLM_COMM_KERNEL(kMaxRowThreads)
 all_reduce_add_rms_norm_two_shot_hb(LLM_COMM_KERNEL_PARAM AddRmsNormArgs args) {
-  sum_and_norm_in_tiles<D, World, Quantized, ExactParts>(args, kAllReduceAddRmsNormTwoShotHB);
+  sum_and_norm_in_tiles<D, World, Rows, ExactParts>(args, kAllReduceAddRmsNormTwoShotHB);
 }
 
 // ---- Descriptor ----------------------------------------------------------------------------------------------------
@@ -57,7 +57,7 @@ struct AllReduceAddRmsNormTwoShotHB : RowsInTiles<AllReduceAddRmsNormTwoShotHB> 
 
   template <DataType D, int World, uint32_t Variant>
   static KernelPointer kernel() {
-    return &all_reduce_add_rms_norm_two_shot_hb<D, World, Variant != 0>;
+    return &all_reduce_add_rms_norm_two_shot_hb<D, World, output_of(Variant, kVariants)>;
   }
 };
 

@@ -108,10 +108,10 @@ class SummedBySwitch {
   uint32_t waited_ = 0;
 };
 
-template <DataType D, int World, bool SingleTile, bool Quantized>
+template <DataType D, int World, bool SingleTile, Output Rows>
 LLM_COMM_KERNEL(kMaxTwoShotThreads)
 all_reduce_add_rms_norm_two_shot_ld_reduce(LLM_COMM_KERNEL_PARAM AddRmsNormArgs args) {
-  sum_and_norm_in_two_shots<D, World, SingleTile, Quantized, SummedBySwitch>(args, kAllReduceAddRmsNormTwoShotLdReduce);
+  sum_and_norm_in_two_shots<D, World, SingleTile, Rows, SummedBySwitch>(args, kAllReduceAddRmsNormTwoShotLdReduce);
 }
 
 // ---- Descriptor ----------------------------------------------------------------------------------------------------
@@ -123,6 +123,7 @@ struct AllReduceAddRmsNormTwoShotLdReduce : TwoShotInClusters<AllReduceAddRmsNor
                                        .title = "two-shot all-reduce + RMSNorm, summed by the switch",
                                        .uses_multimem = true,
                                        .sums_in_switch = true};
+  static constexpr uint32_t kVariants = 4;
   // One for every owner. As many lines are staged.
   static constexpr uint64_t slot_segments(uint64_t world) { return world; }
 
@@ -152,7 +153,8 @@ struct AllReduceAddRmsNormTwoShotLdReduce : TwoShotInClusters<AllReduceAddRmsNor
 
   template <DataType D, int World, uint32_t Variant>
   static KernelPointer kernel() {
-    return &all_reduce_add_rms_norm_two_shot_ld_reduce<D, World, (Variant & 1) != 0, (Variant & 2) != 0>;
+    return &all_reduce_add_rms_norm_two_shot_ld_reduce<D, World, (Variant & 1) != 0,
+                                                       output_of(Variant >> 1, kVariants / 2)>;
   }
 
  private:

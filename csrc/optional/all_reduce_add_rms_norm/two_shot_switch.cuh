@@ -16,10 +16,10 @@ namespace llm_comm::inline LLM_COMM_TARGET {
 
 inline constexpr OperationKind kAllReduceAddRmsNormTwoShotSwitch = kKindOf<struct AllReduceAddRmsNormTwoShotSwitch>;
 
-template <DataType D, int World, bool SingleTile, bool Quantized>
+template <DataType D, int World, bool SingleTile, Output Rows>
 LLM_COMM_KERNEL(kMaxTwoShotThreads)
 all_reduce_add_rms_norm_two_shot_switch(LLM_COMM_KERNEL_PARAM AddRmsNormArgs args) {
-  sum_and_norm_in_two_shots<D, World, SingleTile, Quantized, StoredToAll>(args, kAllReduceAddRmsNormTwoShotSwitch);
+  sum_and_norm_in_two_shots<D, World, SingleTile, Rows, StoredToAll>(args, kAllReduceAddRmsNormTwoShotSwitch);
 }
 
 // ---- Descriptor ----------------------------------------------------------------------------------------------------
@@ -29,6 +29,7 @@ struct AllReduceAddRmsNormTwoShotSwitch : TwoShotInClusters<AllReduceAddRmsNormT
                                        .protocol = "LL",
                                        .title = "two-shot all-reduce + RMSNorm, gathered by the switch",
                                        .uses_multimem = true};
+  static constexpr uint32_t kVariants = 4;
   // One for each of the other ranks, and in the second phase one for every owner.
   static constexpr uint64_t slot_segments(uint64_t world) { return 2 * world - 1; }
 
@@ -42,7 +43,8 @@ struct AllReduceAddRmsNormTwoShotSwitch : TwoShotInClusters<AllReduceAddRmsNormT
 
   template <DataType D, int World, uint32_t Variant>
   static KernelPointer kernel() {
-    return &all_reduce_add_rms_norm_two_shot_switch<D, World, (Variant & 1) != 0, (Variant & 2) != 0>;
+    return &all_reduce_add_rms_norm_two_shot_switch<D, World, (Variant & 1) != 0,
+                                                    output_of(Variant >> 1, kVariants / 2)>;
   }
 };
 
