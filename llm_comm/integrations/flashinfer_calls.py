@@ -24,10 +24,13 @@ from llm_comm.errors import UnsupportedInputError
 
 _RANKS = "llm_comm_ranks"
 #: Names in FlashInfer's ``AllReduceFusionPattern``: all-reduce; all-reduce, residual add and RMSNorm; the latter with
-#: static FP8 quantization.
+#: static FP8 quantization, and with NVFP4.
 _SUM, _NORM, _NORM_FP8 = "kAllReduce", "kARResidualRMSNorm", "kARResidualRMSNormFP8Quant"
-#: Arguments that do not change the result of the supported patterns. With ``_NORM_FP8`` neither FlashInfer nor llm_comm
-#: writes ``norm_out``.
+_NORM_FP4 = "kARResidualRMSNormFP4Quant"
+#: Modes of ``quantize`` by names in FlashInfer's ``QuantizationSFLayout``.
+_LAYOUTS = {"SWIZZLED_128x4": "nvfp4", "LINEAR": "nvfp4_linear"}
+#: Arguments that do not change the result of the supported patterns, except that ``_NORM_FP4`` has scales in the layout
+#: of ``layout_code``. With quantization neither FlashInfer nor llm_comm writes ``norm_out``.
 _WITHOUT_EFFECT = frozenset(
     {"workspace", "pattern", "launch_with_pdl", "trigger_completion_at_end", "layout_code", "use_oneshot", "fp32_acc"}
 )
@@ -36,6 +39,7 @@ _READ = {
     _SUM: frozenset({"input", "output"}),
     _NORM: _NORMS,
     _NORM_FP8: _NORMS | {"quant_out", "scale_factor"},
+    _NORM_FP4: _NORMS | {"quant_out", "scale_factor", "scale_out"},
 }
 #: FlashInfer's default of ``rms_eps``.
 _EPS = 1e-6
@@ -109,8 +113,16 @@ def _by_llm_comm(call: dict[str, Any]) -> torch.Tensor | None:
             return served.communicator.try_all_reduce(x, call.get("output"))
         return None
     residual, weight, scale = (call.get(name) for name in ("residual_in", "rms_gamma", "scale_factor"))
-    if residual is None or weight is None or (kind == _NORM_FP8 and not isinstance(scale, torch.Tensor)):
+    if residual is None or weight is None or (kind != _NORM and not isinstance(scale, torch.Tensor)):
         return None
+    options: dict[str, Any] = {"quantize": None, "scale": None}
+    if kind == _NORM_FP8:
+        options = {"quantize": "static", "scale": scale}
+    elif kind == _NORM_FP4:
+        quantize = _layout_of(call)
+        if quantize is None or call.get("scale_out") is None:
+            return None
+        options = {"quantize": quantize, "scale": call["scale_out"], "global_scale": scale}
     results = served.communicator.try_all_reduce_add_rms_norm(
         x,
         residual,
@@ -119,8 +131,7 @@ def _by_llm_comm(call: dict[str, Any]) -> torch.Tensor | None:
         weight_bias=call.get("weight_bias") or 0.0,
         out=call.get("norm_out" if kind == _NORM else "quant_out"),
         residual_out=call.get("residual_out"),
-        quantize=None if kind == _NORM else "static",
-        scale=None if kind == _NORM else scale,
+        **options,
     )
     if results is None:
         return None
@@ -138,3 +149,11 @@ def _kind_of(call: dict[str, Any]) -> str | None:
     from flashinfer.comm import AllReduceFusionPattern as Pattern
 
     return next((kind for kind in _READ if getattr(Pattern, kind, None) == call.get("pattern")), None)
+
+
+def _layout_of(call: dict[str, Any]) -> str | None:
+    """Return the mode of ``quantize`` whose scales have the layout of a call with NVFP4; None if there is none."""
+    from flashinfer.comm import QuantizationSFLayout as Layout
+
+    code = call.get("layout_code")
+    return next((_LAYOUTS[name] for name in _LAYOUTS if code is not None and getattr(Layout, name, None) == code), None)

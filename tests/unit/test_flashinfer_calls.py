@@ -18,6 +18,8 @@ ROWS, WEIGHT = torch.ones(2, 8), torch.ones(8)
 SCALE, QUANTIZED = torch.ones(1), torch.empty(2, 8).to(torch.float8_e4m3fn)
 NORM = {"residual_in": ROWS, "rms_gamma": WEIGHT, "rms_eps": 1e-5, "norm_out": torch.empty(2, 8)}
 NORM_FP8 = {**NORM, "quant_out": QUANTIZED, "scale_factor": SCALE}
+PACKED, SCALES = torch.empty(2, 4, dtype=torch.uint8), torch.empty(128, 4, dtype=torch.uint8)
+NORM_FP4 = {**NORM, "quant_out": PACKED, "scale_out": SCALES, "scale_factor": SCALE, "layout_code": 0}
 HINTS = {"launch_with_pdl": True, "trigger_completion_at_end": False, "use_oneshot": True, "fp32_acc": True}
 
 
@@ -36,6 +38,7 @@ class Sums:
     def try_all_reduce_add_rms_norm(self, x: torch.Tensor, *_: Any, **options: Any) -> Any:
         names = ("quantize", "out", "residual_out", "scale", "weight_bias")
         self.asked.append(tuple(options[name] for name in names))
+        self.global_scale = options.get("global_scale")
         return (options["out"], x) if self.accepts else None
 
 
@@ -77,6 +80,15 @@ def test_operands_go_where_flashinfer_would_put_them(sums: tuple[Sums, Call]) ->
     assert [asked[4:] for asked in made.asked] == [(), (0.0,), (1.0,)]
 
 
+@pytest.mark.parametrize(("layout", "quantize"), [(0, "nvfp4"), (2, "nvfp4_linear")])
+def test_norms_in_fp4(sums: tuple[Sums, Call], layout: int, quantize: str) -> None:
+    made, call = sums
+    assert call.by(3, **{**NORM_FP4, "layout_code": layout}, residual_out=ROWS) == "llm_comm"
+    ((mode, out, residual_out, scale, weight_bias),) = made.asked
+    assert (mode, weight_bias) == (quantize, 0.0)
+    assert (out is PACKED, residual_out is ROWS, scale is SCALES, made.global_scale is SCALE) == (True,) * 4
+
+
 @pytest.mark.parametrize(
     ("pattern", "others"),
     [
@@ -88,6 +100,11 @@ def test_operands_go_where_flashinfer_would_put_them(sums: tuple[Sums, Call]) ->
         (2, {**NORM_FP8, "scale_factor": 0.5}),
         (2, {**NORM_FP8, "scale_out": SCALE}),
         (3, NORM_FP8),
+        (3, {**NORM_FP4, "layout_code": 1}),
+        (3, {**NORM_FP4, "layout_code": None}),
+        (3, {**NORM_FP4, "scale_out": None}),
+        (3, {**NORM_FP4, "scale_factor": 0.5}),
+        (5, NORM_FP4),
         (99, NORM),
     ],
 )

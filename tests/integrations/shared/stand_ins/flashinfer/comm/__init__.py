@@ -22,6 +22,8 @@ class AllReduceFusionPattern:
 
 class QuantizationSFLayout:
     SWIZZLED_128x4 = 0
+    SWIZZLED_8x4 = 1
+    LINEAR = 2
 
 
 class Workspace:
