@@ -284,6 +284,27 @@ def test_three_dimensions(ranks: RankPool) -> None:
     ranks.run(2, check_three_dimensions)
 
 
+def check_behind_layers() -> None:
+    with make_communicator() as comm:
+        x = rows_of(comm.world_size, 3, 64, torch.bfloat16)[comm.rank]
+        layer = rows_of(comm.world_size, 128, 64, torch.bfloat16, seed=5)[comm.rank]
+        residual, weight = operands_of(3, 128, torch.bfloat16)
+        for quantize in BLOCKS:
+            options = {"quantize": quantize, "global_scale": global_scale_of(quantize)}
+            expected = comm.all_reduce_add_rms_norm(comm.linear(x, layer), residual, weight, EPS, **options)
+            found = comm.linear_all_reduce_add_rms_norm(x, layer, residual, weight, EPS, **options)
+            operator = torch.ops.llm_comm.linear_all_reduce_add_rms_norm_block_scaled
+            operands = (x, layer, residual, weight, None, None, None, EPS, 0.0, comm.name)
+            by_operator = operator(*operands, quantize, options["global_scale"])
+            for results in (found, by_operator):
+                for one, other in zip(results, expected, strict=True):
+                    assert torch.equal(one.view(torch.uint8), other.view(torch.uint8)), quantize
+
+
+def test_behind_linear_layers(ranks: RankPool) -> None:
+    ranks.run(2, check_behind_layers)
+
+
 def check_one_rank() -> None:
     with make_communicator() as comm:
         for quantize in BLOCKS:

@@ -31,7 +31,9 @@ GRIDS = ((4096, 16, 0), (2, 8, 1))
 #: Rows and hidden size of what is normed.
 SHAPES = ((1, 64), (3, 1032), (9, 4096))
 GROUPS = ("group", "group_column_major_tma_ue8m0")
-QUANTIZATIONS = (None, "static", "dynamic", *GROUPS)
+#: Elements with a scale of one byte.
+BLOCKS = {"nvfp4": 16, "mxfp8": 32}
+QUANTIZATIONS = (None, "static", "dynamic", *GROUPS, *BLOCKS)
 #: (blocks, threads, cluster, depth): a cluster for every row, blocks of many tiles, and clusters of such.
 FUSED_GRIDS = ((1056, 512, 8, 0), (2, 128, 1, 1), (8, 128, 4, 1))
 #: Exit status of the tool where it has found something.
@@ -76,14 +78,19 @@ def check_fused_kernels(ranks: Session, communicator: Communicator) -> int:
         row = Row(64 * MIB, FUSED, algorithm, "LL", **tunables)
         communicator.use_table(TuningTable("memcheck", by_operation([row]), 64 * MIB))
         for (rows, hidden), quantize in itertools.product(SHAPES, QUANTIZATIONS):
-            if quantize in GROUPS and hidden % 128 != 0:
+            if (quantize in GROUPS and hidden % 128 != 0) or hidden % BLOCKS.get(quantize or "", 1) != 0:
                 continue
             values = inputs.rows(PLAIN, rows * hidden, dtype, seed=hidden)
             x = values[ranks.rank].reshape(rows, hidden).contiguous()
             weight = torch.ones(hidden, dtype=dtype, device=ranks.device)
             given = scale if quantize == "static" else None
             what = f"fused {algorithm} {grid} {dtype} {rows}x{hidden} {quantize}"
-            results = communicator.all_reduce_add_rms_norm(x, None, weight, 1e-5, quantize=quantize, scale=given)
+            results = communicator.all_reduce_add_rms_norm(
+                *(x, None, weight, 1e-5),
+                quantize=quantize,
+                scale=given,
+                global_scale=scale if quantize == "nvfp4" else None,
+            )
             sums.expect(results[1].flatten(), values, what)
             calls += 1
         sums.check()

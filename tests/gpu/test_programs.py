@@ -49,6 +49,12 @@ def test_random_cases(world: int) -> None:
 
 
 @pytest.mark.timeout(320)
+@pytest.mark.parametrize("world", (2, 5, 8) if SHARED else [WORLD])
+def test_fused_blocks(world: int) -> None:
+    run_ranks("fused_blocks.py", 300, world=world)
+
+
+@pytest.mark.timeout(320)
 @pytest.mark.parametrize("world", (2, 3, 8) if SHARED else [WORLD])
 def test_nccl_library(world: int) -> None:
     run_ranks("nccl_library.py", 300, *(("--cases", "60") if SHARED else ()), world=world)

@@ -16,7 +16,7 @@ namespace llm_comm::inline LLM_COMM_TARGET {
 
 inline constexpr float kReciprocalOfLargestE2m1 = 1.0f / 6.0f;
 
-// Also of -0 and NaN.
+// Clears the sign, also of -0 and NaN.
 LLM_COMM_DEVICE float without_sign(float value) { return bits_to_float(float_to_bits(value) & 0x7FFFFFFFu); }
 
 // Nearest e2m1 value, ties to even: 2 exponent bits with bias 1, 1 mantissa bit. Values beyond +-6 saturate; NaN becomes
@@ -65,7 +65,7 @@ LLM_COMM_DEVICE BlockScale mxfp8_scale(float magnitude) {
 
 // Offset of a scale in the layout of NVIDIA's block-scaled matrix products: tiles of 128 rows and 4 blocks, 512 bytes
 // each, `tiles` of them side by side. A tile has 32 lines of 16 bytes: line i has the scales of rows i, i + 32, i + 64
-// and i + 96. As get_sf_out_offset_128x4 in FlashInfer and swizzle_blockscale in vLLM.
+// and i + 96. FlashInfer's get_sf_out_offset_128x4 and vLLM's swizzle_blockscale define the same layout.
 LLM_COMM_DEVICE uint64_t swizzled_offset(uint32_t row, uint32_t block, uint32_t tiles) {
   const uint64_t tile = uint64_t{row / 128} * tiles + block / 4;
   return tile * 512 + row % 32 * 16 + row % 128 / 32 * 4 + block % 4;

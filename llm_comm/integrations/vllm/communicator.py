@@ -150,6 +150,32 @@ class LlmCommCommunicator(CudaCommunicator):  # type: ignore[misc]
         )
         return results  # type: ignore[return-value]
 
+    def all_reduce_add_rms_norm_nvfp4(
+        self,
+        x: torch.Tensor,
+        residual: torch.Tensor | None,
+        weight: torch.Tensor,
+        epsilon: float,
+        weight_bias: float,
+        global_scale: torch.Tensor,
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None:
+        """Compute ``operators.all_reduce_add_rms_norm_nvfp4``, or return None if llm_comm declines the call. Scales are
+        float8_e4m3fn.
+
+        All ranks decline alike, and a declined call has communicated nothing.
+
+        Raises:
+            UnsupportedInputError: llm_comm declines the call in batch-invariant mode, where it must compute the norms
+                of all batches.
+        """
+        member = self._serving()
+        if member is None:
+            return None
+        results = member.all_reduce_add_rms_norm(
+            x, residual, weight, epsilon, weight_bias=weight_bias, quantize="nvfp4", global_scale=global_scale
+        )
+        return results  # type: ignore[return-value]
+
     def linear_all_reduce_add_rms_norm(
         self,
         x: torch.Tensor,

@@ -14,6 +14,7 @@ late, after the fusions with quantization.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -27,9 +28,9 @@ from vllm.distributed import get_tp_group
 
 from llm_comm.integrations.vllm import compiled_graphs
 from llm_comm.integrations.vllm.compiled_graphs import log_once
-from llm_comm.integrations.vllm.fusion_patterns import patterns
+from llm_comm.integrations.vllm.fusion_patterns import Pattern, patterns
 from llm_comm.integrations.vllm.graph_layers import DTYPES
-from llm_comm.operations.fp8 import GROUP_SIZE
+from llm_comm.operations.fp8 import BLOCKS, GROUP_SIZE
 
 # Placeholder for epsilon: numbers of this value become wildcards in a pattern. No pattern may contain it otherwise.
 _ANY_EPSILON = 1.0e-5 / 3.0
@@ -45,7 +46,7 @@ BEFORE_OURS = ("NoOpEliminationPass", "SequenceParallelismPass", "AsyncTPPass", 
 class AllReduceNormPass(VllmPatternMatcherPass):  # type: ignore[misc]
     """Pass that replaces all-reduce + RMSNorm, with or without residual add, by llm_comm's fused operator.
 
-    FP8 quantization after the norm is fused too, if it is static per tensor or by groups of 128.
+    Quantization after the norm is fused too: FP8 if it is static per tensor or by groups of 128, and NVFP4.
     """
 
     def __init__(self, config: VllmConfig) -> None:
@@ -65,7 +66,7 @@ class AllReduceNormPass(VllmPatternMatcherPass):  # type: ignore[misc]
                 pattern.examples,
                 pm.fwd_only,
                 self.pm_pass,
-                extra_check=_computes_the_same_of_groups if pattern.has_groups else _computes_the_same,
+                extra_check=_check_of(pattern),
                 scalar_workaround={"epsilon": _ANY_EPSILON},
             )
 
@@ -89,6 +90,13 @@ class AllReduceNormPass(VllmPatternMatcherPass):  # type: ignore[misc]
         return compiled_graphs.digest_of_sources()
 
 
+def _check_of(pattern: Pattern) -> Callable[[pm.Match], bool]:
+    """Return the check of matches of a pattern, whose kernels the operator must replace."""
+    if pattern.has_groups:
+        return _computes_the_same_of_groups
+    return _computes_the_same_of_nvfp4 if pattern.is_nvfp4 else _computes_the_same
+
+
 def _computes_the_same_of_groups(match: pm.Match) -> bool:
     """Return whether the operator with quantization by groups computes a match: checks of shapes and dtypes."""
     values = _operands(match)
@@ -100,6 +108,24 @@ def _computes_the_same_of_groups(match: pm.Match) -> bool:
         and values["x"].dim() == 2
         and scale.dtype is torch.float32
         and scale.shape[-1] * GROUP_SIZE == values["x"].shape[-1]
+    )
+
+
+def _computes_the_same_of_nvfp4(match: pm.Match) -> bool:
+    """Return whether the operator with NVFP4 computes a match: checks of shapes and dtypes. Layers whose weights are
+    padded give larger buffers than the operator returns."""
+    values = _operands(match)
+    if values is None:
+        return False
+    scale, output, output_scale = (values.pop(name) for name in ("scale", "output", "output_scale"))
+    hidden = values["x"].shape[-1]
+    return (
+        _norms_the_same(values)
+        and values["x"].dim() == 2
+        and (scale.dtype, scale.numel()) == (torch.float32, 1)
+        and hidden % BLOCKS["nvfp4"] == 0
+        and output.shape[-1] * 2 == hidden
+        and (output_scale.dtype, output_scale.shape[-1]) == (torch.int32, (hidden // BLOCKS["nvfp4"] + 3) // 4)
     )
 
 
@@ -115,7 +141,8 @@ def _computes_the_same(match: pm.Match) -> bool:
 
 def _operands(match: pm.Match) -> dict[str, torch.Tensor] | None:
     """Return the tensors of a match by name; None if one is no tensor, as the weight of a norm without weights."""
-    given = {name: match.kwargs[name] for name in ("x", "residual", "weight", "scale") if name in match.kwargs}
+    names = ("x", "residual", "weight", "scale", "output", "output_scale")
+    given = {name: match.kwargs[name] for name in names if name in match.kwargs}
     if not all(isinstance(node, torch.fx.Node) for node in given.values()):
         return None
     return {name: node.meta["val"] for name, node in given.items()}

@@ -18,6 +18,7 @@ from llm_comm.integrations.vllm.operators import (
     LARGEST,
     all_reduce_add_rms_norm,
     all_reduce_add_rms_norm_group_fp8,
+    all_reduce_add_rms_norm_nvfp4,
     name_of,
 )
 from llm_comm.operations.fp8 import FP8, GROUP_SIZE
@@ -35,8 +36,10 @@ class Pattern(NamedTuple):
     replacement: Callable[..., Any]
     examples: list[torch.Tensor]
     #: Whether argument ``scale`` is the output buffer for scales of groups. Otherwise it is the scale of a static
-    #: quantization.
+    #: quantization, or the global scale of NVFP4.
     has_groups: bool = False
+    #: Whether arguments ``output`` and ``output_scale`` are the output buffers of NVFP4.
+    is_nvfp4: bool = False
 
 
 def patterns(group: str, device: str | None) -> Iterator[Pattern]:
@@ -81,6 +84,8 @@ def _patterns(group: str, device: str | None, weight_bias: float) -> Iterator[Pa
         return all_reduce_add_rms_norm(x, None, weight, epsilon, weight_bias, scale, group)
 
     yield from _group_patterns(group, weight_bias, x, residual, weight)
+    if hasattr(torch.ops._C, "scaled_fp4_quant") and hasattr(torch.ops._C.scaled_fp4_quant, "out"):
+        yield from _nvfp4_patterns(group, weight_bias, [x, residual, weight, scale])
     # Patterns with ``_first_of`` match graphs in which the new residual is not used, as after the last layer.
     yield Pattern(add_norm_quant, fused_add_norm_quant, [x, residual, weight, scale])
     yield Pattern(_first_of(add_norm_quant), _first_of(fused_add_norm_quant), [x, residual, weight, scale])
@@ -155,6 +160,56 @@ def _patterns_of_groups(
     yield Pattern(add_norm, fused_add_norm, examples, has_groups=True)
     yield Pattern(_but_last_of(add_norm), _but_last_of(fused_add_norm), examples, has_groups=True)
     yield Pattern(norm, fused_norm, [x, weight, scale], has_groups=True)
+
+
+def _nvfp4_patterns(group: str, weight_bias: float, examples: list[torch.Tensor]) -> Iterator[Pattern]:
+    """Yield the patterns with NVFP4 quantization, those of vLLM's ``AllReduceFusedAddRMSNormStaticQuantNVFP4Pattern``.
+
+    Both buffers are arguments, so a pattern matches however they were allocated. The operator returns new tensors.
+    """
+
+    def quantize(normed: Any, scale: Any, output: Any, output_scale: Any) -> tuple[Any, Any]:
+        _, packed, scales = auto_functionalized(  # type: ignore[misc]
+            torch.ops._C.scaled_fp4_quant.out,
+            input=normed,
+            input_scale=scale,
+            is_sf_swizzled_layout=True,
+            output=output,
+            output_scale=output_scale,
+        )
+        return packed, scales
+
+    def add_norm(x: Any, residual: Any, weight: Any, scale: Any, output: Any, output_scale: Any, epsilon: float) -> Any:
+        total = tensor_model_parallel_all_reduce(x)
+        normed, new_residual = vllm.ir.ops.fused_add_rms_norm(total, residual, _biased(weight, weight_bias), epsilon)
+        return *quantize(normed, scale, output, output_scale), new_residual
+
+    def fused_add_norm(
+        x: Any, residual: Any, weight: Any, scale: Any, output: Any, output_scale: Any, epsilon: float
+    ) -> Any:
+        packed, new_residual, scales = all_reduce_add_rms_norm_nvfp4(
+            x, residual, weight, epsilon, weight_bias, scale, group
+        )
+        return packed, scales, new_residual
+
+    def norm(x: Any, weight: Any, scale: Any, output: Any, output_scale: Any, epsilon: float) -> Any:
+        total = tensor_model_parallel_all_reduce(x)
+        normed = vllm.ir.ops.rms_norm(total, _biased(weight, weight_bias), epsilon)
+        return *quantize(normed, scale, output, output_scale), total
+
+    def fused_norm(x: Any, weight: Any, scale: Any, output: Any, output_scale: Any, epsilon: float) -> Any:
+        packed, total, scales = all_reduce_add_rms_norm_nvfp4(x, None, weight, epsilon, weight_bias, scale, group)
+        return packed, scales, total
+
+    x, residual, weight, scale = examples
+    buffers = [
+        torch.empty(5, 8, dtype=torch.uint8, device=x.device),
+        torch.empty(128, 1, dtype=torch.int32, device=x.device),
+    ]
+    whole, without = [x, residual, weight, scale, *buffers], [x, weight, scale, *buffers]
+    yield Pattern(add_norm, fused_add_norm, whole, is_nvfp4=True)
+    yield Pattern(_but_last_of(add_norm), _but_last_of(fused_add_norm), whole, is_nvfp4=True)
+    yield Pattern(norm, fused_norm, without, is_nvfp4=True)
 
 
 def _but_last_of(function: Callable[..., Any]) -> Callable[..., Any]:

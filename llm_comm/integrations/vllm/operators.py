@@ -205,6 +205,44 @@ def _fake_by_groups(x: _Tensor, *others: Any) -> tuple[_Tensor, _Tensor, _Tensor
     return torch.empty_like(x, dtype=FP8), torch.empty_like(x), fp8.empty_scales(quantize, x)
 
 
+def _run_nvfp4(
+    x: _Tensor,
+    residual: _Tensor | None,
+    weight: _Tensor,
+    epsilon: float,
+    weight_bias: float,
+    global_scale: _Tensor,
+    group_name: str,
+) -> tuple[_Tensor, _Tensor, _Tensor]:
+    """Compute all-reduce, residual add and RMSNorm with NVFP4 rows; return the rows, the new residual and the scales.
+
+    Rows are uint8, two values to a byte. Scales are those of vLLM's operator: tiles of 128x4, four in an int32.
+
+    Args:
+        x: [tokens, hidden], this rank's addend.
+        residual, weight, epsilon, weight_bias, group_name: As in ``_run``.
+        global_scale: One fp32 element, ``input_scale`` of vLLM's operator.
+
+    Raises:
+        ValueError: The process has no group of this name, or it was destroyed.
+    """
+    group = find_group(group_name)
+    fused = getattr(group.device_communicator, "all_reduce_add_rms_norm_nvfp4", None)
+    result = None if fused is None else fused(x, residual, weight, epsilon, weight_bias, global_scale)
+    if result is not None:
+        packed, new_residual, scales = result
+        return packed, new_residual, scales.view(torch.int32)
+    # the operations that the graph had before
+    normed, new_residual = run_one_by_one(group, x, residual, weight, epsilon, weight_bias, None)
+    packed, scales = fp8.empty_normed("nvfp4", normed), fp8.empty_scales("nvfp4", normed).view(torch.int32)
+    torch.ops._C.scaled_fp4_quant.out(normed, global_scale, True, output=packed, output_scale=scales)
+    return packed, new_residual, scales
+
+
+def _fake_nvfp4(x: _Tensor, *others: Any) -> tuple[_Tensor, _Tensor, _Tensor]:
+    return fp8.empty_normed("nvfp4", x), torch.empty_like(x), fp8.empty_scales("nvfp4", x).view(torch.int32)
+
+
 # ---- Linear layers --------------------------------------------------------------------------------------------------
 
 
@@ -392,6 +430,12 @@ all_reduce_add_rms_norm_group_fp8 = define(
     "str quantize, str group_name) -> (Tensor, Tensor, Tensor)",
     _run_by_groups,
     _fake_by_groups,
+)
+all_reduce_add_rms_norm_nvfp4 = define(
+    "all_reduce_add_rms_norm_nvfp4(Tensor x, Tensor? residual, Tensor weight, float epsilon, float weight_bias, "
+    "Tensor global_scale, str group_name) -> (Tensor, Tensor, Tensor)",
+    _run_nvfp4,
+    _fake_nvfp4,
 )
 linear = define(
     f"linear(Tensor x, Tensor weight, {_OPTIONAL}, ScalarType? out_dtype, str group_name) -> Tensor",

@@ -17,7 +17,7 @@ from rank_processes import data, dist_rank, shared_directory
 from scenarios import Log, current_platform, parallel_state, plugin, tensor_model_parallel_all_reduce, vllm_groups
 from torch._functorch.aot_autograd import aot_module_simplified, make_boxed_func
 from torch._inductor.decomposition import select_decomp_table
-from torch._inductor.fx_passes.post_grad import remove_noop_ops
+from torch._inductor.fx_passes.post_grad import remove_noop_ops, view_to_reshape
 from vllm.compilation.backends import VllmBackend
 from vllm.compilation.passes.inductor_pass import pass_context
 from vllm.compilation.passes.vllm_inductor_pass import get_match_table
@@ -75,6 +75,7 @@ class Compiler(NamedTuple):
 
         def after_autograd(graph: torch.fx.GraphModule, _: Any) -> Any:
             remove_noop_ops(graph.graph)  # as inductor does ahead of it
+            view_to_reshape(graph)
             backend.inductor_config[backend.pass_key](graph.graph)
             graph.recompile()
             return make_boxed_func(graph)

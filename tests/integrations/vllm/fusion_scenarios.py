@@ -33,6 +33,7 @@ from compiler_harness import (
 from lost_seams import OTHER_BODY, lose
 from rank_processes import STAND_INS, data, dist_rank, expected_sum, scenario, shared_directory
 from scenarios import current_platform, parallel_state, plugin, tensor_model_parallel_all_reduce
+from vllm._custom_ops import scaled_fp4_quant
 from vllm.compilation.passes.inductor_pass import pass_context
 from vllm.compilation.passes.pass_manager import PostGradPassManager
 from vllm.config import CompilationConfig, CompilationMode, PassConfig, VllmConfig, set_current_vllm_config
@@ -408,6 +409,95 @@ def groups_that_the_kernel_declines_are_quantized_all_the_same() -> None:
             assert not vllm.fused_calls
             vllm.check(compiled, model, 2, OF_GROUPS)
             assert vllm.fused_calls == [((2, OF_GROUPS), name)]
+
+
+#: Rows of 20 blocks, a multiple of 4, and of 5.
+OF_BLOCKS = (320, 80)
+
+
+def same_fp4(got: Any, want: Any, what: str) -> None:
+    """Values and scales of NVFP4 alike, but for norms that differ by a rounding, and behind them the new residual."""
+    *got, residual = got
+    *want, expected = want
+    assert torch.equal(residual, expected), f"{what}: the new residual"
+    for ours, theirs in zip(got, want, strict=True):
+        assert (ours.dtype, ours.shape, ours.stride()) == (theirs.dtype, theirs.shape, theirs.stride()), what
+        a, b = (tensor.view(torch.uint8).int() for tensor in (ours, theirs))
+        assert int((a != b).sum()) <= a.numel() // 20, what
+
+
+@scenario(smoke=True)
+def nvfp4_quantization_is_fused_too() -> None:
+    with compiler() as vllm:
+        for hidden in OF_BLOCKS:
+            first, second, third = norms(1e-5, 2e-5, 3e-5, hidden=hidden)
+            scale = torch.tensor([300.0])
+
+            def model(x: torch.Tensor, norms: Any = (first, second, third), scale: Any = scale) -> Any:
+                total = tensor_model_parallel_all_reduce(x)
+                a = scaled_fp4_quant(norms[0](total), scale)
+                normed, residual = norms[1](tensor_model_parallel_all_reduce(x * 2), total)
+                b = scaled_fp4_quant(normed, scale)
+                c = scaled_fp4_quant(norms[2](tensor_model_parallel_all_reduce(x * 4), residual + 1)[0], scale)
+                return *a, *b, *c, residual
+
+            vllm.fused_calls.clear()
+            before = matches(OUR_PASS)
+            compiled = vllm.trace(model)
+            for rows in (5, 130):
+                want, got = model(data((rows, hidden))), compiled(data((rows, hidden)))
+                same_fp4(got, want, f"{rows} rows of {hidden}")
+            assert matches(OUR_PASS) - before == 3, hidden
+            assert vllm.fused_calls == [((rows, hidden), "nvfp4") for rows in (5, 130) for _ in range(3)], (
+                vllm.fused_calls
+            )
+
+
+@scenario()
+def nvfp4_rows_that_vllm_pads_are_quantized_by_vllm() -> None:
+    with compiler() as vllm:
+        (norm,) = norms(1e-5, hidden=80)
+        scale = torch.tensor([300.0])
+
+        def model(x: torch.Tensor) -> Any:
+            normed, residual = norm(tensor_model_parallel_all_reduce(x), x * 1)
+            return *scaled_fp4_quant(normed, scale, padded_n=128), residual
+
+        same_fp4(vllm.trace(model)(data((5, 80))), model(data((5, 80))), "padded rows")
+        assert vllm.fused_calls == [((5, 80), None)]
+
+
+@scenario(LLM_COMM_ALGORITHM="two_shot")
+def nvfp4_quantization_goes_through_inductor() -> None:
+    with compiler() as vllm:
+        (norm,) = norms(1e-5, hidden=80)
+        scale = torch.tensor([300.0])
+
+        def model(x: torch.Tensor) -> Any:
+            normed, residual = norm(tensor_model_parallel_all_reduce(x), x)
+            return *scaled_fp4_quant(normed, scale), residual
+
+        compiled = vllm.compile(model)
+        for rows in (3, 2, 130):
+            same_fp4(compiled(data((rows, 80))), model(data((rows, 80))), f"{rows} rows")
+        assert vllm.fused_calls == [((rows, 80), "nvfp4") for rows in (3, 2, 130)]
+
+
+@scenario(LLM_COMM_MAX_MESSAGE_BYTES="1024")
+def nvfp4_that_the_kernel_declines_is_quantized_all_the_same() -> None:
+    with compiler() as vllm:
+        (norm,) = norms(1e-5, hidden=80)
+        scale = torch.tensor([300.0])
+
+        def model(x: torch.Tensor) -> Any:
+            normed, residual = norm(tensor_model_parallel_all_reduce(x), x * 1)
+            return *scaled_fp4_quant(normed, scale), residual
+
+        compiled = vllm.trace(model)
+        for rows, calls in ((7, 0), (5, 1)):
+            vllm.fused_calls.clear()
+            same_fp4(compiled(data((rows, 80))), model(data((rows, 80))), f"{rows} rows")
+            assert len(vllm.fused_calls) == calls
 
 
 @scenario()

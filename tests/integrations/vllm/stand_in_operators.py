@@ -29,6 +29,9 @@ SCHEMAS = (
     "rms_norm_static_fp8_quant(Tensor! result, Tensor input, Tensor weight, Tensor scale, float epsilon) -> ()",
     "rotary_embedding(Tensor positions, Tensor! query, Tensor!? key, int head_size, Tensor cos_sin_cache, "
     "bool is_neox, int rope_dim_offset=0, bool inverse=False) -> ()",
+    "scaled_fp4_quant(Tensor input, Tensor input_scale, bool is_sf_swizzled_layout) -> (Tensor, Tensor)",
+    "scaled_fp4_quant.out(Tensor input, Tensor input_scale, bool is_sf_swizzled_layout, *, Tensor(a!) output, "
+    "Tensor(b!) output_scale) -> ()",
     "silu_and_mul(Tensor! result, Tensor input) -> ()",
     "silu_and_mul_per_block_quant(Tensor! out, Tensor input, Tensor! scales, int group_size, Tensor? scale_ub=None, "
     "bool is_scale_transposed=False) -> ()",
@@ -73,6 +76,29 @@ def per_token_group_fp8_quant(
         scales = scales.log2().ceil().exp2()
     output_s.copy_(scales)
     output_q.copy_((groups / scales.unsqueeze(-1)).clamp(fp8_min, fp8_max).flatten(-2).to(output_q.dtype))
+
+
+def scaled_fp4_quant(
+    x: torch.Tensor,
+    input_scale: torch.Tensor,
+    is_sf_swizzled_layout: bool,
+    *,
+    output: torch.Tensor,
+    output_scale: torch.Tensor,
+) -> None:
+    """Rounds halves up, in place of to even codes. Scales lie as in ``swizzle_blockscale``."""
+    assert is_sf_swizzled_layout
+    blocks = x.float().unflatten(-1, (-1, 16))
+    scales = (input_scale * blocks.abs().amax(-1) / 6).clamp(max=448).to(torch.float8_e4m3fn)
+    scaled = blocks * (input_scale / scales.float()).nan_to_num(0, 0, 0).unsqueeze(-1)
+    codes = torch.bucketize(scaled.abs(), torch.tensor([0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0]))
+    low, high = (codes + 8 * scaled.signbit()).to(torch.uint8).flatten(-2).unflatten(-1, (-1, 2)).unbind(-1)
+    output.zero_()[:, : low.shape[1]] = low | high << 4
+    rows, columns = len(output_scale), 4 * output_scale.shape[1]
+    padded = torch.zeros(rows, columns, dtype=torch.uint8)
+    padded[: len(x), : scales.shape[1]] = scales.view(torch.uint8)
+    tiles = padded.view(rows // 128, 4, 32, columns // 4, 4).permute(0, 3, 2, 1, 4)
+    output_scale.copy_(tiles.reshape(rows, columns).view(torch.int32))
 
 
 def rms_norm_static_fp8_quant(
@@ -125,6 +151,7 @@ KERNELS = (
 )
 for kernel in KERNELS:
     library.impl(kernel.__name__, kernel, "CPU")
+library.impl("scaled_fp4_quant.out", scaled_fp4_quant, "CPU")
 for schema in SCHEMAS:
     if schema.endswith("-> bool"):
         library.impl(schema.partition("(")[0], no, "CompositeExplicitAutograd")
