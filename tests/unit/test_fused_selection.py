@@ -262,10 +262,12 @@ def test_core_refuses_a_plan_that_does_not_fit(world: int, algorithm: str) -> No
         ({"hidden": 1020}, "multiple of 8 up to 16384"),
         ({"hidden": 16392}, "multiple of 8 up to 16384"),
         ({"data_type": 2}, "no kernels for fp32"),
-        ({"quantization": 9}, "no quantization 9"),
+        ({"quantization": 13}, "no quantization 13"),
         ({"quantization": 0.5}, "no quantization 0.5"),
         ({"quantization": 3, "hidden": 1032}, "rows of 1032 elements; FP8 by groups takes a multiple of 128"),
         ({"quantization": 3, "tile_lines": 24}, "multiple of 16"),
+        ({"quantization": 9, "hidden": 1032}, "rows of 1032 elements; NVFP4 takes a multiple of 16"),
+        ({"quantization": 11, "hidden": 1040}, "rows of 1040 elements; MXFP8 takes a multiple of 32"),
     )
     for change, message in changes:
         with pytest.raises(ValueError, match=message):
