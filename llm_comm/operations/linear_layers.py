@@ -445,8 +445,8 @@ class LinearLayers:
         rank's addend. The caller must compute the layer itself and pass it to ``all_reduce_add_rms_norm``.
 
         Args:
-            x, linear_weight, residual, norm_weight, eps, weight_bias, quantize, scale, bias, x_scale, weight_scale,
-                global_scale: As in ``linear_all_reduce_add_rms_norm``.
+            x, linear_weight, residual, norm_weight, eps, weight_bias: As in ``linear_all_reduce_add_rms_norm``.
+            quantize, scale, bias, x_scale, weight_scale, global_scale: As in ``linear_all_reduce_add_rms_norm``.
 
         Raises:
             CommunicatorError: As in ``linear_all_reduce_add_rms_norm``.

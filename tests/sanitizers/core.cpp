@@ -129,7 +129,7 @@ bool reduce_fused(Core& core, uint64_t call) {
   std::vector<float> scale(scales, 1.0f);
   const auto address = [](const auto& tensor) { return reinterpret_cast<uint64_t>(tensor.data()); };
   if (!run(*prepared, {address(zeros), address(zeros), address(weight), address(normed), address(residual),
-                       quantization == 0 ? 0 : address(scale)})) {
+                       quantization == 0 ? 0 : address(scale), 0})) {
     return false;
   }
   return normed == std::vector<uint8_t>(normed.size()) && residual == zeros && scale[0] > 0;
