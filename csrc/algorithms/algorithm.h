@@ -6,6 +6,8 @@
 //   kInfo                                       OperationInfo
 //   serves(type)                                true if it has kernels for a data type
 //   check(problem)                              throws std::invalid_argument for calls that no algorithm of it supports
+//   check_buffers(problem, buffers)             (optional) throws std::invalid_argument for a call without a buffer
+//                                               that kInfo calls optional and its parameters need
 //   arguments(problem, tiling, grid) -> Args    part of Args that all launches of a call share; the caller sets `comm`
 //   set_launch(args, problem, buffers, first, units)   sets the part of one launch: its range of the buffers
 //   expect(problem, rank, i, input) -> bits     reference for tests: element i of the result on `rank`, where

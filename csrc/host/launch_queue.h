@@ -131,6 +131,8 @@ class PreparedLaunches final : public PreparedCall {
     for (int i = 0; i < kMaxBuffers; ++i) {
       if (Operation::kInfo.buffers[i].is_optional && buffers[i] != 0) call_.buffers |= uint64_t{1} << i;
     }
+    if constexpr (requires { Operation::check_buffers(problem_, buffers); })
+      Operation::check_buffers(problem_, buffers);
     bool is_captured = false;
     const uint64_t units = problem_.units();
     const uint64_t launch_units = shape_.tiling.launch_units;

@@ -123,14 +123,14 @@ class AllReduceAddRmsNorm(Operation):
         makes_scales = quantize is not None and fp8.makes_scales(quantize)
         writes = out is not None or residual_out is not None or (makes_scales and scale is not None)
         if out is not None and (out is not x or quantize is not None):
-            _check_like("out", out, x, quantize)
+            _check_like("out", out, x, None if quantize is None else fp8.normed_layout(quantize, x))
         if residual_out is not None and residual_out is not residual:
             _check_like("residual_out", residual_out, x)
         if quantize is not None:
             scale = _scale_of(x, quantize, scale)
         elif scale is not None:
             raise _error(_SCALE_ALONE)
-        if global_scale is not None or (quantize is not None and fp8.is_nvfp4(quantize)):
+        if global_scale is not None or quantize in fp8.NVFP4:
             _check_global_scale(x, quantize, global_scale)
         if writes:
             operands = _MAKING_SCALES if makes_scales else _OPERANDS
@@ -138,7 +138,10 @@ class AllReduceAddRmsNorm(Operation):
             scales = (global_scale, scale) if makes_scales else (scale,)
             operands.check_written(x, residual, weight, *scales, out, residual_out, in_place=in_place)
         if out is None:
-            out = torch.empty_like(x) if quantize is None else fp8.empty_normed(quantize, x)
+            if quantize in fp8.NVFP4:
+                out = fp8.empty_normed(quantize, x)
+            else:
+                out = torch.empty_like(x) if quantize is None else torch.empty_like(x, dtype=fp8.FP8)
         if residual_out is None:
             residual_out = torch.empty_like(x)
         results: tuple[_Tensor, ...] = (out, residual_out)
@@ -337,13 +340,16 @@ def _error(why: str) -> UnsupportedInputError:
     return UnsupportedInputError(f"all_reduce_add_rms_norm: {why}")
 
 
-def _check_like(name: str, tensor: _Tensor, x: _Tensor, quantize: str | None = None) -> None:
-    shape, dtype = fp8.normed_layout(quantize, x)
+def _check_like(
+    name: str, tensor: _Tensor, x: _Tensor, layout: tuple[tuple[int, ...], torch.dtype] | None = None
+) -> None:
+    """Reject a tensor unlike ``x``, or without the shape and dtype of ``layout``."""
+    shape, dtype = layout or (x.shape, x.dtype)
     _check_memory(name, tensor)
     if tensor.shape != shape or tensor.dtype != dtype or tensor.device != x.device or not tensor.is_contiguous():
         raise _error(
             f"{name} ({tuple(tensor.shape)}, {tensor.dtype}, {tensor.device}) must be contiguous and be "
-            f"({shape}, {dtype}, {x.device})"
+            f"({tuple(shape)}, {dtype}, {x.device})"
         )
 
 

@@ -121,15 +121,17 @@ class AllReduceOps:
           Values and scales are bitwise those of vLLM's ``per_token_group_quant_fp8`` for the same normed rows
           (``csrc/quantization/w8a8/fp8/per_token_group_quant.cu`` there), except that NaN stays NaN. SGLang multiplies
           by reciprocals, so its last bits may differ if scales are no powers of two.
-        - ``"nvfp4"``: FP4, two values to a byte, the first in the low half. Each 16 elements have an e4m3 scale, the
-          largest magnitude / 6 * ``global_scale``. They are multiplied by ``global_scale`` / scale; a scale of 0 makes
-          them 0. This is FlashInfer's ``kARResidualRMSNormFP4Quant`` and vLLM's ``scaled_fp4_quant``. Both divide
-          approximately, so a value halfway between two of FP4 may become the other one. A block of NaN has scale NaN.
-        - ``"mxfp8"``: FP8. Each 32 elements have an e8m0 scale, the largest magnitude / 448 rounded up to a power of
-          two, at least 2^-127; its exponent is stored. They are divided by it, as by FlashInfer's ``mxfp8_quantize``.
+        - ``"nvfp4"``: FP4, two values to a byte, the first in the low half. Each block of 16 elements has an e4m3 scale:
+          its largest magnitude / 6 * ``global_scale``. Values are multiplied by ``global_scale`` / scale, or become 0
+          if the scale is 0. This is FlashInfer's ``kARResidualRMSNormFP4Quant`` and vLLM's ``scaled_fp4_quant``. Both
+          divide approximately, so a value halfway between two FP4 values may become the other one.
+        - ``"mxfp8"``: FP8. Each block of 32 elements has an e8m0 scale (OCP Microscaling Formats 1.0): its largest
+          magnitude / 448, rounded up to a power of two, at least 2^-127. Values are divided by the scale, as by
+          FlashInfer's ``mxfp8_quantize``.
 
-        Scales of ``"nvfp4"`` and ``"mxfp8"`` lie in tiles of 128 rows and 4 blocks, the layout 128x4 of the engines'
-        matrix products; ``"nvfp4_linear"`` and ``"mxfp8_linear"`` store them by rows.
+        In both, NaN among numbers does not change a block's scale, and a block of NaN has scale NaN. Scales lie in tiles
+        of 128 rows and 4 blocks, the layout 128x4 of cuBLAS, CUTLASS and FlashInfer. ``"nvfp4_linear"`` and
+        ``"mxfp8_linear"`` store scales by rows.
 
         | ``quantize`` | strides of the scales | option in the engines' functions |
         |---|---|---|
@@ -156,8 +158,8 @@ class AllReduceOps:
             scale: For ``"static"``: input, float32, one element, required. For other modes: output of the scales,
                 float32; None: a new tensor. ``"dynamic"``: one element for each row, [..., 1] if new. ``"group..."``:
                 [..., hidden / 128] with the strides of the table. Padding between columns is not written.
-                NVFP4 and MXFP8: float8_e4m3fn and uint8, contiguous, [..., hidden / 16 or 32], in tiles [rows, columns]
-                of these rounded up to multiples of 128 and 4. Padding is not written; it is 0 in a new tensor.
+                NVFP4: float8_e4m3fn, [..., hidden / 16]. MXFP8: uint8, [..., hidden / 32]. Both are contiguous. In
+                tiles, rows and blocks are rounded up to multiples of 128 and 4, and padding becomes 0.
             global_scale: For NVFP4: input, float32, one element, required; equal on all ranks.
 
         Returns:

@@ -29,6 +29,8 @@ GROUPS = (
 #: Elements of a row that share a scale of one byte, in the modes with blocks. "_linear" in the name changes the layout
 #: of the scales from tiles to rows.
 BLOCKS = {"nvfp4": 16, "nvfp4_linear": 16, "mxfp8": 32, "mxfp8_linear": 32}
+#: Modes with FP4 values, which need a global scale.
+NVFP4 = frozenset({"nvfp4", "nvfp4_linear"})
 #: Rows and blocks of a tile of scales.
 _TILE = (128, 4)
 #: Value of each mode in the kernels: ``Quantization`` in csrc/algorithms/all_reduce_add_rms_norm/operation.cuh, which
@@ -44,11 +46,6 @@ _MAX_STRIDE = 2**32 - 1
 def makes_scales(quantize: str | None) -> bool:
     """Return whether the kernel computes scales, which the call then returns."""
     return quantize is not None and quantize != "static"
-
-
-def is_nvfp4(quantize: str | None) -> bool:
-    """Return whether the mode makes FP4 values, which needs a global scale."""
-    return quantize is not None and quantize.startswith("nvfp4")
 
 
 def takes(quantize: str | None, row: int, dimensions: int) -> bool:
@@ -75,7 +72,7 @@ def why_not(quantize: str | None, shape: Sequence[int] | None = None) -> str:
 
 def normed_layout(quantize: str | None, x: torch.Tensor) -> tuple[tuple[int, ...], torch.dtype]:
     """Return shape and dtype of the normed rows of ``x``. NVFP4 has two values in a byte."""
-    if is_nvfp4(quantize):
+    if quantize in NVFP4:
         return (*x.shape[:-1], x.shape[-1] // 2), torch.uint8
     return tuple(x.shape), x.dtype if quantize is None else FP8
 
@@ -83,18 +80,20 @@ def normed_layout(quantize: str | None, x: torch.Tensor) -> tuple[tuple[int, ...
 def empty_normed(quantize: str | None, x: torch.Tensor) -> torch.Tensor:
     """Allocate the normed rows of ``x``, which ``takes`` must accept."""
     shape, dtype = normed_layout(quantize, x)
-    return x.new_empty(shape, dtype=dtype) if is_nvfp4(quantize) else torch.empty_like(x, dtype=dtype)
+    return x.new_empty(shape, dtype=dtype) if quantize in NVFP4 else torch.empty_like(x, dtype=dtype)
 
 
 def empty_scales(quantize: str, x: torch.Tensor) -> torch.Tensor:
-    """Allocate the scales of the rows of ``x``, which ``takes`` must accept: float32, [..., 1], or [..., hidden / 128]
-    for groups. Those of blocks are bytes. In tiles their padding is zero: kernels of engines read it, and the fused
-    kernel does not write it."""
+    """Allocate the scales of the rows of ``x``, which ``takes`` must accept.
+
+    Scales are float32: [..., 1], or [..., hidden / 128] for groups. Scales of blocks are float8_e4m3fn for NVFP4 and
+    uint8 for MXFP8: [..., hidden / 16 or 32], or tiles [rows, blocks] rounded up to multiples of 128 and 4.
+
+    The fused kernel writes the padding of tiles, as vLLM's ``scaled_fp4_quant`` does: zeros. Matrix products of the
+    engines read padding, and NaN in it has reached results (vllm-project/vllm#38148). No fill kernel is needed.
+    """
     shape, strides = _layout(quantize, x.shape)
-    if quantize not in BLOCKS:
-        return x.new_empty_strided(shape, strides, dtype=torch.float32)
-    bytes_ = x.new_empty(shape, dtype=torch.uint8) if _is_linear(quantize) else x.new_zeros(shape, dtype=torch.uint8)
-    return bytes_.view(_scale_dtype(quantize))
+    return x.new_empty_strided(shape, strides, dtype=_scale_dtype(quantize))
 
 
 def why_not_scales(quantize: str, scale: torch.Tensor, x: torch.Tensor) -> str:
@@ -120,7 +119,7 @@ def why_not_scales(quantize: str, scale: torch.Tensor, x: torch.Tensor) -> str:
 
 def why_not_global_scale(quantize: str | None, global_scale: torch.Tensor | None) -> str:
     """Return why ``global_scale`` is missing, or why the mode takes none, or ""."""
-    if is_nvfp4(quantize) == (global_scale is not None):
+    if (quantize in NVFP4) == (global_scale is not None):
         return ""
     if global_scale is None:
         return f"quantize={quantize!r} needs global_scale, a float32 tensor of one element"
@@ -135,7 +134,7 @@ def _scale_dtype(quantize: str) -> torch.dtype:
     """Return the dtype of scales: e8m0 scales of MXFP8 are uint8, as in the engines."""
     if quantize not in BLOCKS:
         return torch.float32
-    return FP8 if is_nvfp4(quantize) else torch.uint8
+    return FP8 if quantize in NVFP4 else torch.uint8
 
 
 def _layout(quantize: str, shape: Sequence[int]) -> tuple[tuple[int, ...], tuple[int, ...]]:

@@ -183,8 +183,8 @@ class FusedCall final : public Call {
 
   uint32_t blocks() const { return lines_ * kElementsPerLine / block_size(quantization_); }
   // Tiles of scales side by side.
-  uint32_t scale_tiles() const { return divide_up(blocks(), 4u); }
-  uint32_t scale_bytes() const { return divide_up(rows_, 128u) * scale_tiles() * 512; }
+  uint32_t scale_tiles() const { return divide_up(blocks(), kTileBlocks); }
+  uint32_t scale_bytes() const { return divide_up(rows_, kTileRows) * scale_tiles() * kTileRows * kTileBlocks; }
   uint8_t scale_byte(const Outputs& outputs, uint32_t row, uint32_t block) const {
     return reinterpret_cast<const uint8_t*>(outputs.scale.data())[swizzled_offset(row, block, scale_tiles())];
   }
@@ -209,7 +209,7 @@ class FusedCall final : public Call {
              ", not " + hex(expected);
     }
     for (uint32_t i = 0; i < scale_bytes(); ++i) {
-      if (!is_scale[i] && bytes[i] != static_cast<uint8_t>(kUntouched)) return "padding of the scales has been written";
+      if (!is_scale[i] && bytes[i] != 0) return "padding of the scales is not zero";
     }
     return "";
   }

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 import torch.distributed as dist
+from cores import connected, number_of, problem_of, tiling_of
 from fused_reference import (
     BLOCKS,
     E2M1,
@@ -29,6 +30,7 @@ from reference import ALGORITHMS, assert_bitwise_equal
 from tables import fused_row
 
 from llm_comm import Communicator, UnsupportedInputError
+from llm_comm.operations.fp8 import CODES
 from llm_comm.planning.tables import FUSED, Row
 
 types_and_worlds = pytest.mark.parametrize(
@@ -63,14 +65,14 @@ def check_blocks(
     if global_scale is None:
         global_scale = global_scale_of(quantize)
     normed, plain_residual = comm.all_reduce_add_rms_norm(x, residual, weight, EPS)
-    call = {"quantize": quantize, "global_scale": global_scale}
-    found, new_residual, scale = comm.all_reduce_add_rms_norm(x, residual, weight, EPS, **call)
-    assert_bitwise_equal(canonical(new_residual), canonical(plain_residual), what)
-    values, scales = in_blocks(normed, quantize, global_scale)
     is_fp4 = global_scale is not None
-    assert (found.dtype, scale.dtype) == ((torch.uint8, FP8) if is_fp4 else (FP8, torch.uint8)), what
+    values, scales = in_blocks(normed, quantize, global_scale)
     wanted = scales if quantize.endswith("_linear") else in_tiles(scales)
-    assert scale.shape == wanted.shape, what
+    scale = torch.full_like(wanted, GUARD).view(FP8 if is_fp4 else torch.uint8)  # all of it is written, padding too
+    call = {"quantize": quantize, "global_scale": global_scale, "scale": scale}
+    found, new_residual, _ = comm.all_reduce_add_rms_norm(x, residual, weight, EPS, **call)
+    assert_bitwise_equal(canonical(new_residual), canonical(plain_residual), what)
+    assert found.dtype == (torch.uint8 if is_fp4 else FP8), what
     assert torch.equal(as_bytes(scale), wanted), what
     assert torch.equal(as_bytes(found), torch.where(values == 0xFF, 0x7F, values) if not is_fp4 else values), what
 
@@ -234,9 +236,9 @@ def test_halves_become_even(ranks: RankPool) -> None:
 
 
 def check_given() -> None:
-    """Scales lie where they should and nothing else is written: padding, and what is behind."""
+    """Scales lie where they should, padding becomes zero, and nothing else is written."""
     for comm, algorithm in communicators():
-        for rows, hidden in ((1, 32), (3, 672), (129, 256)):
+        for rows, hidden in ((1, 32), (3, 672), (33, 96), (127, 64), (128, 64), (129, 256)):
             inputs = rows_of(comm.world_size, rows, hidden, torch.bfloat16)
             residual, weight = operands_of(rows, hidden, torch.bfloat16)
             for quantize in BLOCKS:
@@ -244,6 +246,7 @@ def check_given() -> None:
                 call = (inputs[comm.rank], residual, weight, EPS)
                 options = {"quantize": quantize, "global_scale": global_scale_of(quantize)}
                 normed, _, made = comm.all_reduce_add_rms_norm(*call, **options)
+                assert made.dtype == (FP8 if quantize.startswith("nvfp4") else torch.uint8), what
                 memory = torch.full((made.numel() + 8,), GUARD, dtype=torch.uint8)
                 scale = memory[3 : 3 + made.numel()].view(made.dtype).view(made.shape)
                 place = torch.full((normed.numel() + 8,), GUARD, dtype=torch.uint8)
@@ -252,7 +255,7 @@ def check_given() -> None:
                 assert (results[0] is out, results[2] is scale) == (True, True), what
                 written = torch.ones(rows, hidden // BLOCKS[quantize], dtype=torch.uint8)
                 is_scale = written.bool() if quantize.endswith("_linear") else in_tiles(written).bool()
-                expected = torch.where(is_scale, made.view(torch.uint8), GUARD)
+                expected = torch.where(is_scale, made.view(torch.uint8), 0)
                 assert torch.equal(scale.view(torch.uint8), expected), what
                 assert torch.equal(out.view(torch.uint8), normed.view(torch.uint8)), what
                 assert all((rest == GUARD).all() for rest in (memory[:3], memory[3 + made.numel() :])), what
@@ -333,6 +336,7 @@ MISFITS: dict[str, tuple[dict[str, object], str]] = {
     "a global scale without quantization": ({"quantize": None}, "global_scale with quantize=None"),
     "two global scales": ({"global_scale": torch.ones(2)}, r"global_scale \(\(2,\).* must have one element"),
     "a global scale of another type": ({"global_scale": GLOBAL.double()}, "global_scale .*be float32"),
+    "a global scale without memory": ({"global_scale": torch.empty(1, device="meta")}, "global_scale.* no memory"),
     "a number as global scale": ({"global_scale": 1.0}, "global_scale is a float, not a tensor"),
     "scales without padding": (
         {"scale": torch.empty(3, 16, dtype=torch.uint8).view(FP8)},
@@ -372,3 +376,23 @@ def reject(name: str) -> None:
 @pytest.mark.parametrize("name", MISFITS)
 def test_what_does_not_fit(ranks: RankPool, name: str) -> None:
     ranks.run(2, reject, name)
+
+
+@pytest.mark.parametrize(
+    ("quantize", "missing", "message"),
+    [
+        ("nvfp4", "global_scale", "takes a global scale, and none is given"),
+        ("nvfp4_linear", "scale", "takes a tensor of scales, and none is given"),
+        ("mxfp8", "scale", "takes a tensor of scales, and none is given"),
+        ("dynamic", "scale", "takes a tensor of scales, and none is given"),
+    ],
+)
+def test_core_refuses_a_call_without_scales(quantize: str, missing: str, message: str) -> None:
+    (core, _) = connected(2)
+    x, weight, scale = ROW.clone(), WEIGHT, torch.empty(128, 16)
+    problem = problem_of(x, 2, EPS, CODES[quantize])
+    run = core.prepare(number_of(FUSED, "one_shot"), problem, tiling_of(len(x), tile_lines=32))
+    scales = {"scale": scale.data_ptr(), "global_scale": GLOBAL.data_ptr(), missing: 0}
+    outputs = torch.empty_like(x), torch.empty_like(x)
+    with pytest.raises(RuntimeError, match=message):
+        run(x.data_ptr(), 0, weight.data_ptr(), *(out.data_ptr() for out in outputs), *scales.values(), 0)

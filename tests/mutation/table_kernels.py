@@ -304,7 +304,16 @@ KERNELS = (
     ),
     cpp("e8m0 scales are rounded down", BLOCK_FORMATS, "(bits + 0x7FFFFFu) >> 23", "bits >> 23", FUSED_BLOCKS),
     cpp("e8m0 has an infinity", BLOCK_FORMATS, "exponent < 254 ? exponent : 254", "exponent", FUSED_BLOCKS),
-    cpp("scales of a tile lie by rows", BLOCK_FORMATS, "row % 32 * 16", "row % 32 * 4", FUSED_BLOCKS),
+    cpp(
+        "scales of a tile lie by rows",
+        BLOCK_FORMATS,
+        "row % kTileGroups * (kRowsOfTileGroup * kTileBlocks)",
+        "row % kTileGroups * kTileBlocks",
+        FUSED_BLOCKS,
+    ),
+    cpp("scales of missing rows stay as they were", RMS_NORM, "last + 1 != args_.call_rows", "true", FUSED_BLOCKS),
+    cpp("every launch clears the rows behind its own", RMS_NORM, "last + 1 != args_.call_rows", "false", FUSED_BLOCKS),
+    cpp("scales of missing blocks stay as they were", RMS_NORM, "block + 1 != blocks", "true", FUSED_BLOCKS),
     cpp("a launch begins at row 0", RMS_NORM, "args_.first_row + row", "row", FUSED_BLOCKS),
     cpp(
         "zeros with a sign have a negative scale",

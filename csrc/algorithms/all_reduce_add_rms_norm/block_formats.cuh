@@ -3,10 +3,11 @@
 // NVFP4  e2m1 values, two to a byte, the first in the low half. A block of 16 has an e4m3 scale.
 // MXFP8  e4m3 values. A block of 32 has an e8m0 scale: a power of two, stored as its exponent.
 //
-// The formulas are those of FlashInfer: cvt_warp_fp16_to_fp4 in include/flashinfer/comm/trtllm_allreduce_fusion.cuh, and
-// cvt_warp_fp16_to_mxfp8 in csrc/nv_internal/tensorrt_llm/kernels/quantization_utils.cuh. vLLM's scaled_fp4_quant
-// (csrc/quantization/fp4/nvfp4_utils.cuh) computes the same with approximate reciprocals. Here divisions are exact: the
-// emulator and all GPUs return the same bits.
+// e2m1 and e8m0 are defined in the OCP Microscaling Formats (MX) specification 1.0; NVFP4 is NVIDIA's.
+// The formulas are those of FlashInfer: cvt_warp_fp16_to_fp4 in include/flashinfer/comm/trtllm_allreduce_fusion.cuh,
+// and cvt_warp_fp16_to_mxfp8 in csrc/nv_internal/tensorrt_llm/kernels/quantization_utils.cuh. vLLM's scaled_fp4_quant
+// (csrc/quantization/fp4/nvfp4_utils.cuh) computes the same. Both use approximate reciprocals. Here divisions are
+// exact: the emulator and all GPUs return the same bits.
 #pragma once
 
 #include "algorithms/all_reduce_add_rms_norm/operation.cuh"
@@ -19,9 +20,9 @@ inline constexpr float kReciprocalOfLargestE2m1 = 1.0f / 6.0f;
 // Clears the sign, also of -0 and NaN.
 LLM_COMM_DEVICE float without_sign(float value) { return bits_to_float(float_to_bits(value) & 0x7FFFFFFFu); }
 
-// Nearest e2m1 value, ties to even: 2 exponent bits with bias 1, 1 mantissa bit. Values beyond +-6 saturate; NaN becomes
-// 6. The instruction, cvt.rn.satfinite.e2m1x2.f32, needs a target with an architecture suffix (sm_100a), which the build
-// does not compile.
+// Nearest e2m1 value, ties to even: 2 exponent bits with bias 1, 1 mantissa bit. Values beyond +-6 saturate; NaN
+// becomes 6. The instruction, cvt.rn.satfinite.e2m1x2.f32, needs a target with an architecture suffix (sm_100a), which
+// the build does not compile.
 LLM_COMM_DEVICE uint8_t float_to_e2m1(float value) {
   const float magnitude = without_sign(value);
   if (magnitude != magnitude) return 7;
@@ -63,12 +64,18 @@ LLM_COMM_DEVICE BlockScale mxfp8_scale(float magnitude) {
   return {code, 1.0f / e8m0_to_float(code)};
 }
 
-// Offset of a scale in the layout of NVIDIA's block-scaled matrix products: tiles of 128 rows and 4 blocks, 512 bytes
-// each, `tiles` of them side by side. A tile has 32 lines of 16 bytes: line i has the scales of rows i, i + 32, i + 64
-// and i + 96. FlashInfer's get_sf_out_offset_128x4 and vLLM's swizzle_blockscale define the same layout.
+// A tile of scales has kTileGroups groups of 16 bytes: group i has the scales of rows i, i + 32, i + 64 and i + 96, 4
+// bytes each.
+inline constexpr uint32_t kTileGroups = 32;
+inline constexpr uint32_t kRowsOfTileGroup = kTileRows / kTileGroups;
+
+// Offset of a scale in the layout of NVIDIA's block-scaled matrix products (cuBLAS documentation, "1D Block Scaling
+// Factors Layout"), with `tiles` tiles side by side. FlashInfer's get_sf_out_offset_128x4 and vLLM's swizzle_blockscale
+// define the same layout.
 LLM_COMM_DEVICE uint64_t swizzled_offset(uint32_t row, uint32_t block, uint32_t tiles) {
-  const uint64_t tile = uint64_t{row / 128} * tiles + block / 4;
-  return tile * 512 + row % 32 * 16 + row % 128 / 32 * 4 + block % 4;
+  const uint64_t tile = uint64_t{row / kTileRows} * tiles + block / kTileBlocks;
+  return tile * (kTileRows * kTileBlocks) + row % kTileGroups * (kRowsOfTileGroup * kTileBlocks) +
+         row % kTileRows / kTileGroups * kTileBlocks + block % kTileBlocks;
 }
 
 }  // namespace llm_comm::inline LLM_COMM_TARGET

@@ -43,8 +43,8 @@ static_assert(kGroupLines % kChunkLines == 0);
 //              e2m1(normed * *global_scale / scale)
 //   kMxfp8...  per block of 32 elements: scale = max(|block|) / 448, rounded up to a power of two, and
 //              e4m3(normed / scale)
-//              Scales of blocks are bytes (block_formats.cuh). They lie in tiles of 128 rows and 4 blocks, whose padding
-//              is not written; ...Linear: by rows.
+//              Scales of blocks are bytes (block_formats.cuh). They lie in tiles of 128 rows and 4 blocks, with zeros
+//              as padding; ...Linear: by rows.
 enum class Quantization : uint32_t {
   kNone = 0,
   kStatic = 1,
@@ -61,12 +61,15 @@ enum class Quantization : uint32_t {
   kMxfp8Linear = 12,
 };
 inline constexpr uint32_t kQuantizations = 13;
-inline constexpr uint32_t kScaleAlignment = 4;  // fp32 scales in 16 bytes; scales of blocks side by side in a tile
+inline constexpr uint32_t kScaleAlignment = 4;  // fp32 scales in 16 bytes
 
 // Elements of a row that share a scale of one byte. A chunk has whole blocks.
 inline constexpr uint32_t kNvfp4Block = 16;
 inline constexpr uint32_t kMxfp8Block = 32;
 static_assert(kChunkLines * kElementsPerLine % kMxfp8Block == 0);
+// Rows and blocks of a tile of scales.
+inline constexpr uint32_t kTileRows = 128;
+inline constexpr uint32_t kTileBlocks = 4;
 
 constexpr bool is_nvfp4(Quantization quantization) {
   return quantization == Quantization::kNvfp4 || quantization == Quantization::kNvfp4Linear;
@@ -77,15 +80,15 @@ constexpr bool has_groups(Quantization quantization) {
 }
 constexpr uint32_t block_size(Quantization quantization) { return is_nvfp4(quantization) ? kNvfp4Block : kMxfp8Block; }
 
-// Quantizations that a kernel has code for. kFP8 are those without blocks. They are separate kernels, because code that a
-// kernel does not run slows down the code it runs (docs/experiments/cold_code.md).
+// Quantizations that a kernel has code for. kFP8: all without blocks. Kernels are separate, because code that a kernel
+// does not run slows down the code it runs (docs/experiments/cold_code.md).
 enum class Output : uint32_t { kPlain = 0, kFP8 = 1, kBlocks = 2, kFP8OrBlocks = 3 };
 
 constexpr bool includes(Output output, Output one) {
   return (static_cast<uint32_t>(output) & static_cast<uint32_t>(one)) != 0;
 }
-// Kernel of a quantization among the `kernels` of an algorithm that differ in Output: of three, each has its own; of two,
-// the second has all that quantize.
+// Number of a quantization's kernel among the `kernels` of an algorithm that differ in Output. Three kernels: one for
+// each of kPlain, kFP8 and kBlocks. Two: kPlain and kFP8OrBlocks.
 constexpr uint32_t output_number(Quantization quantization, uint32_t kernels) {
   return quantization == Quantization::kNone ? 0 : has_blocks(quantization) ? kernels - 1 : 1;
 }
@@ -114,6 +117,7 @@ struct AddRmsNormArgs {
   uint32_t scale_row_stride;    // distance of the scales of adjacent rows; 0: in tiles
   uint32_t scale_group_stride;  // distance of the scales of adjacent groups; in tiles: tiles side by side
   uint32_t first_row;           // of this launch among all rows of the call
+  uint32_t call_rows;           // rows of all launches of the call
   const float* global_scale;    // see kNvfp4
 };
 
@@ -214,6 +218,16 @@ struct AllReduceAddRmsNorm {
     }
   }
 
+  // Refuses a call without a buffer that its quantization reads or writes. Such buffers are optional in kInfo.
+  static void check_buffers(const Problem& problem, const uint64_t* buffers) {
+    if (quantization(problem) != Quantization::kNone && buffers[5] == 0) {
+      throw std::invalid_argument("this quantization takes a tensor of scales, and none is given");
+    }
+    if (is_nvfp4(quantization(problem)) && buffers[6] == 0) {
+      throw std::invalid_argument("NVFP4 takes a global scale, and none is given");
+    }
+  }
+
   static constexpr uint32_t row_lines(const Problem& problem) { return problem.row / kElementsPerLine; }
   // Lines that tiles and segments are multiples of. No warp-level reduction crosses such a boundary.
   static constexpr uint32_t unit_lines(const Problem& problem) {
@@ -264,12 +278,13 @@ struct AllReduceAddRmsNorm {
     const bool by_columns = is(Quantization::kGroupColumns, Quantization::kGroupColumnsUe8m0);
     const bool by_aligned_columns = is(Quantization::kGroupColumnsAligned, Quantization::kGroupColumnsAlignedUe8m0);
     const auto rows = static_cast<uint32_t>(problem.units());
+    args.call_rows = rows;
     if (has_blocks(wanted)) {
       const uint32_t blocks = problem.row / block_size(wanted);
       const bool is_linear = wanted == Quantization::kNvfp4Linear || wanted == Quantization::kMxfp8Linear;
       args.quantization = is_nvfp4(wanted) ? Quantization::kNvfp4 : Quantization::kMxfp8;
       args.scale_row_stride = is_linear ? blocks : 0;
-      args.scale_group_stride = is_linear ? 1 : divide_up(blocks, kScaleAlignment);
+      args.scale_group_stride = is_linear ? 1 : divide_up(blocks, kTileBlocks);
       return;
     }
     if (!has_groups(wanted)) {

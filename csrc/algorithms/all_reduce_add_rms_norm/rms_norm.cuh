@@ -28,9 +28,9 @@ inline constexpr float kSmallestScale = 1.0f / (kLargestE4m3 * 512.0f);
 inline constexpr float kLeastGroupMagnitude = 1e-10f;
 inline constexpr float kLeastUe8m0Scale = 1e-10f;
 
-// `SingleRow`: the block processes one row. `Rows`: what the kernel makes of normed rows. Both are separate kernels,
-// because code that a kernel does not run slows down the code it runs (docs/experiments/cold_code.md). `Tensor`: access to
-// the caller's tensors.
+// `SingleRow`: the block processes one row. `Rows`: formats of normed rows that the kernel stores. Each value has a
+// kernel of its own, because code that a kernel does not run slows down the code it runs
+// (docs/experiments/cold_code.md). `Tensor`: access to the caller's tensors.
 template <DataType D, uint32_t Width, bool SingleRow, Output Rows, template <DataType> class Tensor = Elements>
 class RmsNorm {
  public:
@@ -381,8 +381,8 @@ class RmsNorm {
     for (uint32_t i = 0; i < Width; ++i) to[i] = quantized.element[i];
   }
 
-  // Quantizes values of a block. All threads of a warp call it. Adjacent lanes of a warp hold a block: chunks have whole
-  // blocks. The largest magnitude ignores NaN, as FlashInfer's does: it is NaN only if all values are.
+  // Quantizes and stores values of a block. All threads of a warp call it. Adjacent lanes of a warp hold a block, because
+  // chunks have whole blocks. The largest magnitude ignores NaN, as FlashInfer's does: it is NaN only if all values are.
   LLM_COMM_DEVICE void store_blocks(uint32_t row, Position at, Values values, float global_scale) const {
     const bool is_nvfp4 = args_.quantization == Quantization::kNvfp4;
     const Floats x = floats(values);
@@ -398,7 +398,8 @@ class RmsNorm {
     const BlockScale scale = is_nvfp4 ? nvfp4_scale(magnitude, global_scale) : mxfp8_scale(magnitude);
     if (!(at.exists && stores_)) return;
     const uint32_t size = is_nvfp4 ? kNvfp4Block : kMxfp8Block;
-    if (at.index % size == 0) reinterpret_cast<uint8_t*>(args_.scale)[scale_offset(row, at.index / size)] = scale.code;
+    if (at.index % size == 0) store_scale(row, at.index / size, args_.row_lines * kElementsPerLine / size, scale.code);
+    clear_missing_rows(row, at, size);
     if (!is_nvfp4) {
       store_quantized(row, at, values, [&](float value) { return value * scale.factor; });
       return;
@@ -417,9 +418,44 @@ class RmsNorm {
     for (uint32_t i = 0; i < Width / 2; ++i) to[i] = quantized.element[i];
   }
 
-  LLM_COMM_DEVICE uint64_t scale_offset(uint32_t row, uint32_t block) const {
-    if (args_.scale_row_stride == 0) return swizzled_offset(args_.first_row + row, block, args_.scale_group_stride);
-    return uint64_t{row} * args_.scale_row_stride + block;
+  // Stores the scale of a block. The last block of a row fills its tile with zeros: a matrix product multiplies them by
+  // zeros beyond the row, and NaN would reach its result.
+  LLM_COMM_DEVICE void store_scale(uint32_t row, uint32_t block, uint32_t blocks, uint8_t code) const {
+    uint8_t* const scales = reinterpret_cast<uint8_t*>(args_.scale);
+    if (args_.scale_row_stride != 0) {
+      scales[uint64_t{row} * args_.scale_row_stride + block] = code;
+      return;
+    }
+    uint8_t* const to = scales + swizzled_offset(args_.first_row + row, block, args_.scale_group_stride);
+    *to = code;
+    if (block + 1 != blocks) return;
+    for (uint32_t i = 1; (block + i) % kTileBlocks != 0; ++i) to[i] = 0;
+  }
+
+  // Fills the last tiles of the call with zeros where they have no rows, as vLLM's kernel does. The threads of the last
+  // row that hold blocks of a tile share its groups. `size`: elements of a block.
+  LLM_COMM_DEVICE void clear_missing_rows(uint32_t row, Position at, uint32_t size) const {
+    const uint32_t last = args_.first_row + row;
+    const uint32_t last_of_tile = last % kTileRows;
+    if (args_.scale_row_stride != 0 || last + 1 != args_.call_rows || last_of_tile + 1 == kTileRows) return;
+    const uint32_t span = kTileBlocks * size;
+    const uint32_t begin = at.index / span * span;
+    const uint32_t behind = args_.row_lines * kElementsPerLine - begin;
+    const uint32_t threads = (behind < span ? behind : span) / Width;
+    uint8_t* const tile = reinterpret_cast<uint8_t*>(args_.scale) +
+                          swizzled_offset(last - last_of_tile, begin / size, args_.scale_group_stride);
+    const bool is_aligned = reinterpret_cast<uint64_t>(tile) % kTileBlocks == 0;
+    for (uint32_t group = (at.index - begin) / Width; group < kTileGroups; group += threads) {
+      for (uint32_t i = 0; i < kRowsOfTileGroup; ++i) {
+        if (group + i * kTileGroups <= last_of_tile) continue;
+        uint8_t* const to = tile + (group * kRowsOfTileGroup + i) * kTileBlocks;
+        if (is_aligned) {
+          *reinterpret_cast<Bytes<kTileBlocks>*>(to) = Bytes<kTileBlocks>{};
+        } else {
+          for (uint32_t byte = 0; byte < kTileBlocks; ++byte) to[byte] = 0;
+        }
+      }
+    }
   }
 
   const AddRmsNormArgs& args_;
