@@ -21,6 +21,7 @@ import torch.distributed as dist
 
 from llm_comm.communicator import Communicator
 from llm_comm.errors import UnsupportedInputError
+from llm_comm.operations.fp8 import FP8
 
 _RANKS = "llm_comm_ranks"
 #: Names in FlashInfer's ``AllReduceFusionPattern``: all-reduce; all-reduce, residual add and RMSNorm; the latter with
@@ -119,10 +120,10 @@ def _by_llm_comm(call: dict[str, Any]) -> torch.Tensor | None:
     if kind == _NORM_FP8:
         options = {"quantize": "static", "scale": scale}
     elif kind == _NORM_FP4:
-        quantize = _layout_of(call)
-        if quantize is None or call.get("scale_out") is None:
+        quantize, scales = _layout_of(call), call.get("scale_out")
+        if quantize is None or not isinstance(scales, torch.Tensor):
             return None
-        options = {"quantize": quantize, "scale": call["scale_out"], "global_scale": scale}
+        options = {"quantize": quantize, "scale": _as_e4m3(scales), "global_scale": scale}
     results = served.communicator.try_all_reduce_add_rms_norm(
         x,
         residual,
@@ -156,4 +157,13 @@ def _layout_of(call: dict[str, Any]) -> str | None:
     from flashinfer.comm import QuantizationSFLayout as Layout
 
     code = call.get("layout_code")
-    return next((_LAYOUTS[name] for name in _LAYOUTS if code is not None and getattr(Layout, name, None) == code), None)
+    if code is None:  # FlashInfer's default
+        return _LAYOUTS["SWIZZLED_128x4"]
+    return next((_LAYOUTS[name] for name in _LAYOUTS if getattr(Layout, name, None) == code), None)
+
+
+def _as_e4m3(scales: torch.Tensor) -> torch.Tensor:
+    """View a buffer of NVFP4 scales as float8_e4m3fn. Engines give float8_e4m3fn, uint8 or int32; FlashInfer takes the
+    address alone."""
+    is_other = scales.dtype in (torch.uint8, torch.int32) and scales.dim() > 0 and scales.is_contiguous()
+    return scales.view(FP8) if is_other else scales

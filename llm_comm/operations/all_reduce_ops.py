@@ -121,16 +121,16 @@ class AllReduceOps:
           Values and scales are bitwise those of vLLM's ``per_token_group_quant_fp8`` for the same normed rows
           (``csrc/quantization/w8a8/fp8/per_token_group_quant.cu`` there), except that NaN stays NaN. SGLang multiplies
           by reciprocals, so its last bits may differ if scales are no powers of two.
-        - ``"nvfp4"``: FP4, two values to a byte, the first in the low half. Each block of 16 elements has an e4m3 scale:
+        - ``"nvfp4"``: FP4, two values to a byte, the first in the low half. A block of 16 elements has an e4m3 scale,
           its largest magnitude / 6 * ``global_scale``. Values are multiplied by ``global_scale`` / scale, or become 0
           if the scale is 0. This is FlashInfer's ``kARResidualRMSNormFP4Quant`` and vLLM's ``scaled_fp4_quant``. Both
           divide approximately, so a value halfway between two FP4 values may become the other one.
-        - ``"mxfp8"``: FP8. Each block of 32 elements has an e8m0 scale (OCP Microscaling Formats 1.0): its largest
+        - ``"mxfp8"``: FP8. A block of 32 elements has an e8m0 scale (OCP Microscaling Formats 1.0): its largest
           magnitude / 448, rounded up to a power of two, at least 2^-127. Values are divided by the scale, as by
           FlashInfer's ``mxfp8_quantize``.
 
-        In both, NaN among numbers does not change a block's scale, and a block of NaN has scale NaN. Scales lie in tiles
-        of 128 rows and 4 blocks, the layout 128x4 of cuBLAS, CUTLASS and FlashInfer. ``"nvfp4_linear"`` and
+        In both, NaN among numbers does not change a block's scale, and a block of NaN has scale NaN. Scales lie in
+        tiles of 128 rows and 4 blocks, the layout 128x4 of cuBLAS, CUTLASS and FlashInfer. ``"nvfp4_linear"`` and
         ``"mxfp8_linear"`` store scales by rows.
 
         | ``quantize`` | strides of the scales | option in the engines' functions |

@@ -18,7 +18,7 @@ ROWS, WEIGHT = torch.ones(2, 8), torch.ones(8)
 SCALE, QUANTIZED = torch.ones(1), torch.empty(2, 8).to(torch.float8_e4m3fn)
 NORM = {"residual_in": ROWS, "rms_gamma": WEIGHT, "rms_eps": 1e-5, "norm_out": torch.empty(2, 8)}
 NORM_FP8 = {**NORM, "quant_out": QUANTIZED, "scale_factor": SCALE}
-PACKED, SCALES = torch.empty(2, 4, dtype=torch.uint8), torch.empty(128, 4, dtype=torch.uint8)
+PACKED, SCALES = torch.empty(2, 4, dtype=torch.uint8), torch.empty(128, 4, dtype=torch.uint8).view(QUANTIZED.dtype)
 NORM_FP4 = {**NORM, "quant_out": PACKED, "scale_out": SCALES, "scale_factor": SCALE, "layout_code": 0}
 HINTS = {"launch_with_pdl": True, "trigger_completion_at_end": False, "use_oneshot": True, "fp32_acc": True}
 
@@ -80,13 +80,22 @@ def test_operands_go_where_flashinfer_would_put_them(sums: tuple[Sums, Call]) ->
     assert [asked[4:] for asked in made.asked] == [(), (0.0,), (1.0,)]
 
 
-@pytest.mark.parametrize(("layout", "quantize"), [(0, "nvfp4"), (2, "nvfp4_linear")])
+@pytest.mark.parametrize(("layout", "quantize"), [(None, "nvfp4"), (0, "nvfp4"), (2, "nvfp4_linear")])
 def test_norms_in_fp4(sums: tuple[Sums, Call], layout: int, quantize: str) -> None:
     made, call = sums
     assert call.by(3, **{**NORM_FP4, "layout_code": layout}, residual_out=ROWS) == "llm_comm"
     ((mode, out, residual_out, scale, weight_bias),) = made.asked
     assert (mode, weight_bias) == (quantize, 0.0)
     assert (out is PACKED, residual_out is ROWS, scale is SCALES, made.global_scale is SCALE) == (True,) * 4
+
+
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.int32])
+def test_scales_of_fp4_are_bytes_of_any_type(sums: tuple[Sums, Call], dtype: torch.dtype) -> None:
+    made, call = sums
+    scale_out = SCALES.view(dtype)
+    assert call.by(3, **{**NORM_FP4, "scale_out": scale_out}) == "llm_comm"
+    ((_, _, _, scale, _),) = made.asked
+    assert (scale.dtype, scale.shape, scale.data_ptr()) == (SCALES.dtype, SCALES.shape, SCALES.data_ptr())
 
 
 @pytest.mark.parametrize(
@@ -101,7 +110,6 @@ def test_norms_in_fp4(sums: tuple[Sums, Call], layout: int, quantize: str) -> No
         (2, {**NORM_FP8, "scale_out": SCALE}),
         (3, NORM_FP8),
         (3, {**NORM_FP4, "layout_code": 1}),
-        (3, {**NORM_FP4, "layout_code": None}),
         (3, {**NORM_FP4, "scale_out": None}),
         (3, {**NORM_FP4, "scale_factor": 0.5}),
         (5, NORM_FP4),

@@ -33,7 +33,7 @@ struct AllReduceAddRmsNormTwoShotSwitch : TwoShotInClusters<AllReduceAddRmsNormT
   // One for each of the other ranks, and in the second phase one for every owner.
   static constexpr uint64_t slot_segments(uint64_t world) { return 2 * world - 1; }
 
-  // The kernels use up to 120 registers per thread on sm_90.
+  // The launch bounds of the kernels leave 128 registers for each thread.
   static constexpr uint32_t resident_threads(const Limits&) { return kMaxTwoShotThreads; }
 
   static Grid grid(const Problem& problem, const Tiling& tiling, uint64_t units, const Limits& limits) {

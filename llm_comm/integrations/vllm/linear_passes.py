@@ -29,6 +29,7 @@ from llm_comm.integrations.vllm.compiled_graphs import log_once
 from llm_comm.integrations.vllm.graph_layers import RESHAPES, Layer, Node, erase, layer_of, reshaped
 from llm_comm.integrations.vllm.operators import (
     all_reduce_add_rms_norm,
+    all_reduce_add_rms_norm_group_fp8,
     all_reduce_add_rms_norm_nvfp4,
     gelu_tanh_and_mul,
     linear,
@@ -40,11 +41,13 @@ from llm_comm.integrations.vllm.operators import (
 
 #: Operator of gate, up and activation, by the operator of the activation alone.
 _WITH_ACTIVATION = {silu_and_mul: linear_silu_and_mul, gelu_tanh_and_mul: linear_gelu_tanh_and_mul}
-# Operators that sum the result of a layer over the ranks.
+# Operators that sum the result of a layer over the ranks. Layers before the last two stay vLLM's: a layer whose norm
+# quantizes by groups or blocks has no operator.
 _SUMS = (
     torch.ops.vllm.all_reduce.default,
     torch.ops.vllm.reduce_scatter.default,
     all_reduce_add_rms_norm,
+    all_reduce_add_rms_norm_group_fp8,
     all_reduce_add_rms_norm_nvfp4,
 )
 

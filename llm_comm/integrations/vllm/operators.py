@@ -234,9 +234,8 @@ def _run_nvfp4(
         return packed, new_residual, scales.view(torch.int32)
     # the operations that the graph had before
     normed, new_residual = run_one_by_one(group, x, residual, weight, epsilon, weight_bias, None)
-    packed, scales = fp8.empty_normed("nvfp4", normed), fp8.empty_scales("nvfp4", normed).view(torch.int32)
-    torch.ops._C.scaled_fp4_quant.out(normed, global_scale, True, output=packed, output_scale=scales)
-    return packed, new_residual, scales
+    packed, scales = _custom_ops.scaled_fp4_quant(normed, global_scale)
+    return packed, new_residual, scales.view(torch.int32)
 
 
 def _fake_nvfp4(x: _Tensor, *others: Any) -> tuple[_Tensor, _Tensor, _Tensor]:

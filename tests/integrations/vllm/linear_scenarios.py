@@ -31,8 +31,10 @@ from compiler_harness import (
     quantization,
     with_model,
 )
+from fusion_scenarios import OF_GROUPS, group_quantization, same_fp4
 from rank_processes import data, dist_rank, scenario, shared_directory
 from scenarios import parallel_state, tensor_model_parallel_all_reduce
+from vllm._custom_ops import scaled_fp4_quant
 from vllm.compilation.passes.inductor_pass import pass_context
 from vllm.config import CompilationMode, VllmConfig, set_current_vllm_config
 from vllm.config.utils import Range
@@ -129,6 +131,28 @@ def check_results(vllm: Compiler, dtype: torch.dtype, weight_bias: float) -> Non
     factor = (residual.double().pow(2).mean(-1, keepdim=True) + 1e-5).rsqrt()
     want = residual.double() * factor * (norm.weight.double() + weight_bias)
     torch.testing.assert_close(normed.double(), want, rtol=rounding, atol=1e-6)
+
+
+@scenario(LLM_COMM_FUSE_LINEAR="1")
+def layers_before_norms_that_quantize_by_groups_or_blocks_stay_vllms() -> None:
+    """The norm is fused with its quantization all the same, and the layer becomes no column-parallel one."""
+    with compiler(compiler_config(custom_ops=["+quant_fp8"])) as vllm:
+        layer, (norm,), quantize = linear_layer(outputs=OF_GROUPS), norms(1e-5, hidden=OF_GROUPS), group_quantization()
+        scale = torch.tensor([300.0])
+
+        def with_groups(x: torch.Tensor) -> Any:
+            normed, residual = norm(layer(x[:, :INPUTS] * 1), x * 1)
+            return *quantize(normed), residual
+
+        def with_blocks(x: torch.Tensor) -> Any:
+            normed, residual = norm(layer(x[:, :INPUTS] * 1), x * 1)
+            return *scaled_fp4_quant(normed, scale), residual
+
+        x = data((4, OF_GROUPS))
+        vllm.check(vllm.trace(with_groups, 64), with_groups, 4, OF_GROUPS)
+        same_fp4(vllm.trace(with_blocks, 64)(x), with_blocks(x), "behind a layer")
+        assert vllm.fused_calls == [((4, OF_GROUPS), "group"), ((4, OF_GROUPS), "nvfp4")], vllm.fused_calls
+        assert (vllm.linear_calls, vllm.column_calls) == ([], [])
 
 
 @scenario()

@@ -86,12 +86,14 @@ def scaled_fp4_quant(
     output: torch.Tensor,
     output_scale: torch.Tensor,
 ) -> None:
-    """Rounds halves up, in place of to even codes. Scales lie as in ``swizzle_blockscale``."""
+    """Rounds halves to even codes. Scales lie as in ``swizzle_blockscale``; padding is zero."""
     assert is_sf_swizzled_layout
     blocks = x.float().unflatten(-1, (-1, 16))
     scales = (input_scale * blocks.abs().amax(-1) / 6).clamp(max=448).to(torch.float8_e4m3fn)
     scaled = blocks * (input_scale / scales.float()).nan_to_num(0, 0, 0).unsqueeze(-1)
-    codes = torch.bucketize(scaled.abs(), torch.tensor([0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0]))
+    magnitudes = scaled.abs()
+    codes = sum((magnitudes > half).int() for half in (0.25, 1.25, 2.5, 5.0))
+    codes = codes + sum((magnitudes >= half).int() for half in (0.75, 1.75, 3.5))
     low, high = (codes + 8 * scaled.signbit()).to(torch.uint8).flatten(-2).unflatten(-1, (-1, 2)).unbind(-1)
     output.zero_()[:, : low.shape[1]] = low | high << 4
     rows, columns = len(output_scale), 4 * output_scale.shape[1]
