@@ -105,16 +105,19 @@ bool reduce(Core& core, int rank, uint64_t call) {
   return true;
 }
 
-// Rows of zeros: what matters is who accesses what.
-// Of zeros, without FP8, with a given scale, with one for each row, and with one for each group, by rows and by padded
-// columns. Every buffer ends where its last element does.
+// Rows of zeros: what matters is who accesses what. Without quantization; FP8 with a given scale, with one for each row,
+// and with one for each group, by rows and by padded columns; NVFP4 and MXFP8 with scales in tiles, which are zeros.
+// Every buffer ends where its last element does.
 bool reduce_fused(Core& core, uint64_t call) {
-  constexpr uint64_t kCodes[] = {0, 1, 2, 3, 8};
+  constexpr uint64_t kCodes[] = {0, 1, 2, 3, 8, 9, 11};
   const uint64_t rows = 1 + call % 3;
   const uint64_t quantization = kCodes[call / 3 % std::size(kCodes)];
-  const uint32_t groups = quantization < 3 ? 0 : 3;
+  const bool has_blocks = quantization > 8;
+  const uint32_t groups = quantization < 3 || has_blocks ? 0 : 3;
   const uint32_t hidden = groups == 0 ? 96 : 128 * groups;
-  const uint64_t scales = quantization == 8   ? (groups - 1) * 4 + rows
+  const uint64_t tiles = quantization == 9 ? 2 : 1;
+  const uint64_t scales = has_blocks          ? tiles * 512 / sizeof(float)
+                          : quantization == 8 ? (groups - 1) * 4 + rows
                           : quantization == 3 ? groups * rows
                           : quantization == 2 ? rows
                                               : 1;
@@ -124,15 +127,17 @@ bool reduce_fused(Core& core, uint64_t call) {
   const auto prepared = core.prepare(algorithm_of("all_reduce_add_rms_norm", call), problem, tiling);
   const std::vector<uint16_t> zeros(rows * hidden);
   const std::vector<uint16_t> weight(hidden);
-  std::vector<uint8_t> normed(rows * hidden * (quantization == 0 ? 2 : 1), 1);
+  std::vector<uint8_t> normed(rows * hidden * (quantization == 0 ? 4 : quantization == 9 ? 1 : 2) / 2, 1);
   std::vector<uint16_t> residual(rows * hidden, 1);
   std::vector<float> scale(scales, 1.0f);
+  const std::vector<float> global_scale{1.0f};
   const auto address = [](const auto& tensor) { return reinterpret_cast<uint64_t>(tensor.data()); };
   if (!run(*prepared, {address(zeros), address(zeros), address(weight), address(normed), address(residual),
-                       quantization == 0 ? 0 : address(scale), 0})) {
+                       quantization == 0 ? 0 : address(scale), quantization == 9 ? address(global_scale) : 0})) {
     return false;
   }
-  return normed == std::vector<uint8_t>(normed.size()) && residual == zeros && scale[0] > 0;
+  const bool has_scales = has_blocks ? scale == std::vector<float>(scales) : scale[0] > 0;
+  return normed == std::vector<uint8_t>(normed.size()) && residual == zeros && has_scales;
 }
 
 // What the watchdog asks a core while kernels run.
