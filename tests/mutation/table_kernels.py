@@ -314,7 +314,13 @@ KERNELS = (
     cpp("scales of missing rows stay as they were", RMS_NORM, "last + 1 != args_.call_rows", "true", FUSED_BLOCKS),
     cpp("every launch clears the rows behind its own", RMS_NORM, "last + 1 != args_.call_rows", "false", FUSED_BLOCKS),
     cpp("scales of missing blocks stay as they were", RMS_NORM, "block + 1 != blocks", "true", FUSED_BLOCKS),
-    cpp("a launch begins at row 0", RMS_NORM, "args_.first_row + row", "row", FUSED_BLOCKS),
+    cpp(
+        "a launch begins at row 0",
+        RMS_NORM,
+        "swizzled_offset(args_.first_row + row",
+        "swizzled_offset(row",
+        FUSED_BLOCKS,
+    ),
     cpp(
         "zeros with a sign have a negative scale",
         RMS_NORM,
