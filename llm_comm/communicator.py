@@ -14,10 +14,10 @@ import torch.distributed as dist
 
 from llm_comm import _core
 from llm_comm.config import Config
-from llm_comm.errors import CommunicatorError, UnsupportedInputError
+from llm_comm.errors import CommunicatorError, MissingRankError, RendezvousError, UnsupportedInputError
 from llm_comm.nodes.group import WHY as WITHIN_A_NODE
 from llm_comm.nodes.group import MultiNodeGroup, set_up
-from llm_comm.nodes.topology import find_topology
+from llm_comm.nodes.topology import Topology, find_topology
 from llm_comm.operations import torch_operators
 from llm_comm.operations.all_reduce import AllReduce
 from llm_comm.operations.all_reduce_add_rms_norm import AllReduceAddRmsNorm
@@ -39,6 +39,7 @@ from llm_comm.runtime.release import release, restore, why_not_releasable
 from llm_comm.runtime.rendezvous import Rendezvous
 from llm_comm.runtime.statistics import Stats
 from llm_comm.runtime.symmetric_heap import SymmetricHeap
+from llm_comm.runtime.workspaces import SHARING
 
 logger = logging.getLogger("llm_comm")
 
@@ -71,7 +72,7 @@ class Communicator(AllReduceOps, GatherScatter, LinearLayers, ExpertLayers):
         device: Device of the tensors.
         config: Options in use.
         is_emulated: True for an emulated GPU on CPU tensors.
-        memory_kind: Memory of the workspaces: "VMM", "cudaIpc" or "POSIX shared memory".
+        memory_kind: Memory of the workspaces: "VMM", "VMM fabric", "cudaIpc", or "POSIX shared memory".
 
     Raises:
         RendezvousError: Ranks are missing, configured differently, cannot access each other's memory, or are unevenly
@@ -100,7 +101,7 @@ class Communicator(AllReduceOps, GatherScatter, LinearLayers, ExpertLayers):
             raise
         self.memory_kind = connected.memory_kind
         self._handle, self._planner = connected.handle, connected.planner
-        self._heap = SymmetricHeap(rendezvous, self._handle, connected.memory_kind == "cudaIpc")
+        self._heap = SymmetricHeap(rendezvous, self._handle, SHARING[self.memory_kind])
         common = (self._handle, self._planner)
         layers, (sums, norms, gathers, lossy_gathers, scatters) = Linear(*common), self._between_ranks()
         why_none = "" if self._multi_node is None else WITHIN_A_NODE
@@ -150,9 +151,27 @@ class Communicator(AllReduceOps, GatherScatter, LinearLayers, ExpertLayers):
     def _connect(self, rendezvous: Rendezvous) -> Connected | MultiNodeGroup:
         """Connect the ranks of this machine and, if there are several machines, the connections between them.
         Collective."""
-        topology = find_topology(rendezvous, self.config)
         #: Connections between nodes; None if all ranks are on one node.
         self._multi_node: MultiNodeGroup | None = None
+        topology = find_topology(rendezvous, self.device, self.config)
+        if not rendezvous.spans_hosts:
+            return self._connect_nodes(rendezvous, topology)
+        try:
+            return self._connect_nodes(rendezvous, topology)
+        except MissingRankError:
+            raise
+        except RendezvousError as error:  # raised on all ranks alike: all go on
+            topology = find_topology(rendezvous, self.device, self.config, in_domains=False)
+            if topology is None or not getattr(self.config, "multi_node", True):
+                raise
+            _clear_frames(error)
+            if rendezvous.rank == 0:
+                text = "llm_comm: %s: each host is a node of its own, though an NVLink domain connects them: %s"
+                logger.warning(text, rendezvous.names.of_group, error)
+        return self._connect_nodes(rendezvous, topology)
+
+    def _connect_nodes(self, rendezvous: Rendezvous, topology: Topology | None) -> Connected | MultiNodeGroup:
+        """Connect the ranks of each node, and the nodes. ``topology`` is None if all ranks are on one. Collective."""
         if topology is not None:
             self._multi_node = set_up(rendezvous, topology, self.device, self.config)
             return self._multi_node
@@ -302,7 +321,7 @@ class Communicator(AllReduceOps, GatherScatter, LinearLayers, ExpertLayers):
         self._handle.core_of_released()
         if not self.is_released:
             return
-        restore(self._heap.rendezvous(), self._handle)
+        restore(self._heap.rendezvous(), self._handle, SHARING[self.memory_kind])
         logger.info("%s: the workspace is restored", self._heap.rendezvous().names.in_group(self.rank))
 
     @property

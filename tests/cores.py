@@ -41,7 +41,7 @@ def connected(
         )
         for rank in range(world)
     ]
-    handles = [core.create_workspace(False) for core in cores]
+    handles = [core.create_workspace("descriptor") for core in cores]
     for rank, core in enumerate(cores):
         for peer, handle in enumerate(handles):
             if peer != rank:
@@ -54,7 +54,7 @@ def connected(
 
 def with_window(cores: Sequence[_core.Core], nbytes: int = 1 << 21) -> Sequence[_core.Core]:
     """The same, with window 0 of a symmetric heap."""
-    handles = [core.create_window(0, nbytes, False) for core in cores]
+    handles = [core.create_window(0, nbytes) for core in cores]
     for rank, core in enumerate(cores):
         for peer, handle in enumerate(handles):
             if peer != rank:

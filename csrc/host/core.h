@@ -27,8 +27,12 @@ struct CoreOptions {
   bool multicast = false;      // prepare the workspace for a multicast object (create_multicast())
 };
 
-// Handle by which a peer maps a workspace: a file descriptor, sent over a unix socket, or the bytes of a cudaIpc
-// handle.
+// How peers get this rank's memory. Processes of one machine send a file descriptor over a unix socket, or a cudaIpc
+// handle. Fabric handles also reach the other machines of an NVLink domain. On emulated devices a fabric handle names a
+// descriptor of this process, and cudaIpc does not exist.
+enum class Sharing : uint8_t { kDescriptor, kFabric, kIpc };
+
+// Handle by which a peer maps memory: a file descriptor, or the bytes of a fabric or cudaIpc handle.
 struct WorkspaceHandle {
   int fd = -1;  // owned by the holder of the struct
   std::string bytes;
@@ -116,9 +120,9 @@ class Core {
  public:
   virtual ~Core() = default;
 
-  // Allocates and initialises this rank's workspace and returns its handle. `use_ipc`: a cudaIpc handle instead of a
-  // file descriptor. May be called again to change the kind of handle, before any map_peer().
-  virtual WorkspaceHandle create_workspace(bool use_ipc) = 0;
+  // Allocates and initialises this rank's workspace and returns its handle. Windows are shared in the same way. May be
+  // called again to share in another way, before any map_peer().
+  virtual WorkspaceHandle create_workspace(Sharing sharing) = 0;
   // Maps a peer's workspace. Does not keep the handle's descriptor.
   virtual void map_peer(int peer, const WorkspaceHandle& handle) = 0;
   virtual uint64_t workspace_bytes() const = 0;
@@ -161,7 +165,7 @@ class Core {
   // enqueue calls.
 
   // Allocates this rank's memory of a window and returns its handle.
-  virtual WorkspaceHandle create_window(uint32_t window, uint64_t bytes, bool use_ipc) = 0;
+  virtual WorkspaceHandle create_window(uint32_t window, uint64_t bytes) = 0;
   // Maps a peer's memory of a window. Does not keep the handle's descriptor.
   virtual void map_window(uint32_t window, int peer, const WorkspaceHandle& handle) = 0;
   // Unmaps the peers' memory of a window. No enqueued work may still use it.

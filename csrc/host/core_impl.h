@@ -81,8 +81,8 @@ class CoreImpl final : public Core {
     windows_.leave_to_graphs();
   }
 
-  WorkspaceHandle create_workspace(bool use_ipc) override {
-    WorkspaceHandle handle = memory_.create(WorkspaceLayout(options_.slot_bytes, options_.staging_bytes), use_ipc);
+  WorkspaceHandle create_workspace(Sharing sharing) override {
+    WorkspaceHandle handle = memory_.create(WorkspaceLayout(options_.slot_bytes, options_.staging_bytes), sharing);
     comm_.workspace[options_.rank] = memory_.local();
     return handle;
   }
@@ -154,9 +154,9 @@ class CoreImpl final : public Core {
     return WorkspaceLayout(options_.slot_bytes, options_.staging_bytes).bytes();
   }
 
-  WorkspaceHandle create_window(uint32_t window, uint64_t bytes, bool use_ipc) override {
+  WorkspaceHandle create_window(uint32_t window, uint64_t bytes) override {
     windows_.check_new(window, bytes);
-    SharedMemory own = memory_.allocate(bytes, use_ipc);
+    SharedMemory own = memory_.allocate(bytes);
     windows_.add(window, bytes, std::move(own.memory));
     write_window(window);
     return std::move(own.handle);

@@ -1,4 +1,5 @@
 // Core of an emulated GPU: workspaces in anonymous shared memory, kernels on the executor of the calling thread.
+#include <fcntl.h>
 #include <sys/mman.h>
 #include <unistd.h>
 
@@ -10,6 +11,7 @@
 
 #include "emulator/executor.h"
 #include "host/core_impl.h"
+#include "host/descriptor.h"
 #include "host/loaded_kernel.h"
 #include "host/memory_transport.h"
 #include "host/multicast_switches.h"
@@ -56,82 +58,105 @@ class SharedMapping {
   uint64_t bytes_ = 0;
 };
 
-// Creates shared memory without a name in any file system and returns its descriptor for peers.
-WorkspaceHandle create_memory(const char* name, uint64_t bytes) {
-  WorkspaceHandle handle;
-  handle.fd = memfd_create(name, MFD_CLOEXEC);
-  if (handle.fd < 0 || ftruncate(handle.fd, static_cast<off_t>(bytes)) != 0) {
-    const int error = errno;
-    if (handle.fd >= 0) close(handle.fd);
-    throw std::system_error(error, std::generic_category(),
+// Creates shared memory without a name in any file system.
+Descriptor create_memory(const char* name, uint64_t bytes) {
+  Descriptor created(memfd_create(name, MFD_CLOEXEC));
+  if (!created || ftruncate(created.fd(), static_cast<off_t>(bytes)) != 0) {
+    throw std::system_error(errno, std::generic_category(),
                             "cannot create " + std::to_string(bytes) + " bytes of shared memory");
   }
-  return handle;
+  return created;
 }
 
-// create_memory(), also mapped in this process.
-WorkspaceHandle create_shared(const char* name, uint64_t bytes, bool use_ipc, SharedMapping& local) {
-  if (use_ipc) throw std::invalid_argument("an emulated device has no cudaIpc handles");
-  const WorkspaceHandle handle = create_memory(name, bytes);
-  try {
-    local = SharedMapping(handle.fd, bytes);
-  } catch (...) {
-    close(handle.fd);
-    throw;
+// Memory of this process that peers can map.
+class OwnMemory {
+ public:
+  OwnMemory() = default;
+  OwnMemory(const char* name, uint64_t bytes)
+      : bytes_(bytes), descriptor_(create_memory(name, bytes)), mapping_(descriptor_.fd(), bytes) {}
+
+  char* address() const { return mapping_.address(); }
+
+  void vacate_to_zeros() {
+    mapping_.vacate_to_zeros();
+    descriptor_ = Descriptor();
   }
-  return handle;
+  void refill(const char* name) {
+    Descriptor created = create_memory(name, bytes_);
+    mapping_.refill(created.fd());
+    descriptor_ = std::move(created);
+  }
+
+  // A fabric handle names the descriptor, which stays open with the memory. A descriptor is given away.
+  WorkspaceHandle handle(Sharing sharing) {
+    if (sharing == Sharing::kDescriptor) return {descriptor_.release(), {}};
+    return {-1, "/proc/" + std::to_string(getpid()) + "/fd/" + std::to_string(descriptor_.fd())};
+  }
+
+ private:
+  uint64_t bytes_ = 0;
+  Descriptor descriptor_;
+  SharedMapping mapping_;
+};
+
+// Calls use(fd) with the descriptor of a peer's memory.
+template <class Use>
+auto with_memory_of(const WorkspaceHandle& handle, Use use) {
+  if (handle.bytes.empty()) return use(handle.fd);
+  const Descriptor opened(open(handle.bytes.c_str(), O_RDWR | O_CLOEXEC));
+  if (!opened) throw std::system_error(errno, std::generic_category(), "cannot open " + handle.bytes);
+  return use(opened.fd());
 }
 
-std::shared_ptr<char> owner_of(SharedMapping mapping) {
-  const auto owner = std::make_shared<SharedMapping>(std::move(mapping));
-  return {owner, owner->address()};
+SharedMapping mapping_of(const WorkspaceHandle& handle, uint64_t bytes) {
+  return with_memory_of(handle, [&](int fd) { return SharedMapping(fd, bytes); });
 }
+
+constexpr const char* kNameOfWorkspace = "llm_comm_workspace";
 
 class EmulatedMemory {
  public:
   explicit EmulatedMemory(bool multicast) : multicast_(multicast) {}
 
-  WorkspaceHandle create(const WorkspaceLayout& layout, bool use_ipc) {
+  WorkspaceHandle create(const WorkspaceLayout& layout, Sharing sharing) {
+    if (sharing == Sharing::kIpc) throw std::invalid_argument("an emulated device has no cudaIpc handles");
+    sharing_ = sharing;
     bytes_ = layout.bytes();
-    WorkspaceHandle handle = create_shared("llm_comm_workspace", bytes_, use_ipc, local_);
+    local_ = OwnMemory(kNameOfWorkspace, bytes_);
     fill(layout);
-    return handle;
+    return local_.handle(sharing_);
   }
 
   void vacate() {
     local_.vacate_to_zeros();
     const uint32_t aborted = 1;
-    std::memcpy(local_.address() + offsetof(CommState, aborted), &aborted, sizeof(aborted));
+    std::memcpy(local() + offsetof(CommState, aborted), &aborted, sizeof(aborted));
     for (auto& [peer, mapping] : peers_) mapping.vacate();
   }
 
   WorkspaceHandle refill(const WorkspaceLayout& layout, const std::string& header) {
-    WorkspaceHandle handle = create_memory("llm_comm_workspace", bytes_);
-    try {
-      local_.refill(handle.fd);
-    } catch (...) {
-      close(handle.fd);
-      throw;
-    }
+    local_.refill(kNameOfWorkspace);
     fill(layout);
-    std::memcpy(local_.address(), header.data(), header.size());
-    return handle;
+    std::memcpy(local(), header.data(), header.size());
+    return local_.handle(sharing_);
   }
 
-  void remap(int peer, const WorkspaceHandle& handle) { peers_.at(peer).refill(handle.fd); }
-
-  char* map(int peer, const WorkspaceHandle& handle) {
-    return (peers_[peer] = SharedMapping(handle.fd, bytes_)).address();
+  void remap(int peer, const WorkspaceHandle& handle) {
+    with_memory_of(handle, [&](int fd) { peers_.at(peer).refill(fd); });
   }
 
-  SharedMemory allocate(uint64_t bytes, bool use_ipc) const {
-    SharedMapping own;
-    WorkspaceHandle handle = create_shared("llm_comm_heap", bytes, use_ipc, own);
-    return {owner_of(std::move(own)), std::move(handle)};
+  char* map(int peer, const WorkspaceHandle& handle) { return (peers_[peer] = mapping_of(handle, bytes_)).address(); }
+
+  SharedMemory allocate(uint64_t bytes) const {
+    auto own = std::make_shared<OwnMemory>("llm_comm_heap", bytes);
+    WorkspaceHandle handle = own->handle(sharing_);
+    char* const address = own->address();
+    return {{std::move(own), address}, std::move(handle)};
   }
 
   std::shared_ptr<char> map_memory(int, uint64_t bytes, const WorkspaceHandle& handle) const {
-    return owner_of(SharedMapping(handle.fd, bytes));
+    const auto mapping = std::make_shared<SharedMapping>(mapping_of(handle, bytes));
+    return {mapping, mapping->address()};
   }
 
   std::shared_ptr<char> for_tensor(std::shared_ptr<char> memory, const std::weak_ptr<const void>&) const {
@@ -143,8 +168,7 @@ class EmulatedMemory {
   WorkspaceHandle create_multicast() {
     require_multicast_permitted(variable_of_process);
     if (!multicast_) throw std::runtime_error("the core was made without multicast");
-    SharedMapping unused;
-    return create_shared("llm_comm_multicast", sizeof(Line), false, unused);
+    return {create_memory("llm_comm_multicast", sizeof(Line)).release(), {}};
   }
   void join_multicast(const WorkspaceHandle& handle) {
     require_multicast_permitted(variable_of_process);
@@ -171,13 +195,14 @@ class EmulatedMemory {
  private:
   void fill(const WorkspaceLayout& layout) {
     for (const Region& region : layout.regions().region) {
-      std::memset(local_.address() + region.offset, region.initial_byte, region.bytes);
+      std::memset(local() + region.offset, region.initial_byte, region.bytes);
     }
   }
 
   bool multicast_;
+  Sharing sharing_ = Sharing::kDescriptor;
   uint64_t bytes_ = 0;
-  SharedMapping local_;
+  OwnMemory local_;
   std::map<int, SharedMapping> peers_;
   std::unique_ptr<HostMailbox> mailbox_ = std::make_unique<HostMailbox>();
 };

@@ -21,10 +21,11 @@ namespace llm_comm::host {
 // Owns the workspace and all mappings.
 template <class M>
 concept TargetMemory = requires(M memory, const WorkspaceLayout& layout, const WorkspaceHandle& handle, int peer,
-                                uint64_t bytes, bool use_ipc, void* to, char* address, const char* from,
+                                uint64_t bytes, Sharing sharing, void* to, char* address, const char* from,
                                 const std::string& header, std::shared_ptr<char> own, std::weak_ptr<const void> core) {
-  // Creates and initialises the local workspace; maps a peer's; returns the local address.
-  { memory.create(layout, use_ipc) } -> std::same_as<WorkspaceHandle>;
+  // Creates and initialises the local workspace; maps a peer's; returns the local address. All memory of the target is
+  // shared as the workspace is.
+  { memory.create(layout, sharing) } -> std::same_as<WorkspaceHandle>;
   { memory.map(peer, handle) } -> std::same_as<char*>;
   { memory.local() } -> std::same_as<char*>;
   // Zeroed host memory, mapped by the device.
@@ -37,7 +38,7 @@ concept TargetMemory = requires(M memory, const WorkspaceLayout& layout, const W
   memory.write(address, from, bytes);
 
   // Memory of this rank that peers can map, and the mapping of a peer's.
-  { memory.allocate(bytes, use_ipc) } -> std::same_as<SharedMemory>;
+  { memory.allocate(bytes) } -> std::same_as<SharedMemory>;
   { memory.map_memory(peer, bytes, handle) } -> std::same_as<std::shared_ptr<char>>;
   // allocate()d memory for a tensor, which may outlive the core.
   { memory.for_tensor(own, core) } -> std::same_as<std::shared_ptr<char>>;

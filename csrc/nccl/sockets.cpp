@@ -13,10 +13,6 @@
 
 namespace llm_comm::nccl {
 
-Descriptor::~Descriptor() {
-  if (fd_ >= 0) close(fd_);
-}
-
 int Deadline::milliseconds_left() const {
   constexpr std::chrono::milliseconds kDay = std::chrono::hours(24);
   const auto left = std::chrono::ceil<std::chrono::milliseconds>(at_ - std::chrono::steady_clock::now());

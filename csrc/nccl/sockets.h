@@ -1,29 +1,15 @@
-// Descriptor (an owned file descriptor), Deadline, socket transfers with deadlines, and random bytes.
+// Deadline, socket transfers with deadlines, and random bytes.
 #pragma once
 
 #include <chrono>
 #include <cstddef>
 #include <string>
-#include <utility>
+
+#include "host/descriptor.h"
 
 namespace llm_comm::nccl {
 
-class Descriptor {
- public:
-  Descriptor() = default;
-  explicit Descriptor(int fd) : fd_(fd) {}
-  Descriptor(Descriptor&& other) noexcept : fd_(std::exchange(other.fd_, -1)) {}
-  Descriptor& operator=(Descriptor&& other) noexcept {
-    std::swap(fd_, other.fd_);
-    return *this;
-  }
-  ~Descriptor();
-  int fd() const { return fd_; }
-  explicit operator bool() const { return fd_ >= 0; }
-
- private:
-  int fd_ = -1;
-};
+using host::Descriptor;
 
 class Deadline {
  public:

@@ -29,7 +29,7 @@ void map_by_descriptor(host::Core& core, const Bootstrap& bootstrap, const std::
 // Fallback if memory cannot be shared by descriptors. Does not work between threads of one process.
 void map_by_ipc(host::Core& core, Bootstrap& bootstrap) {
   std::string handle;
-  bootstrap.attempt("allocation of the workspace", [&] { handle = core.create_workspace(true).bytes; });
+  bootstrap.attempt("allocation of the workspace", [&] { handle = core.create_workspace(host::Sharing::kIpc).bytes; });
   const std::vector<std::string> handles = bootstrap.exchange(handle);
   bootstrap.attempt("mapping of the workspaces of the peers", [&] {
     for (int peer = 0; peer < bootstrap.world(); ++peer) {
@@ -44,7 +44,7 @@ std::vector<Descriptor> map_workspaces(host::Core& core, Bootstrap& bootstrap, D
                                        const std::vector<std::string>& names, double limit_s) {
   Descriptor own;
   std::string objection = objection_to(bootstrap, "allocation of the workspace",
-                                       [&] { own = Descriptor(core.create_workspace(false).fd); });
+                                       [&] { own = Descriptor(core.create_workspace(host::Sharing::kDescriptor).fd); });
   // Also needed with cudaIpc: the ranks watch each other's processes through the pidfds.
   DescriptorExchange::Result peers;
   peers.processes.resize(names.size());

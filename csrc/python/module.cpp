@@ -5,6 +5,7 @@
 #include <map>
 #include <memory>
 #include <optional>
+#include <stdexcept>
 #include <string>
 #include <tuple>
 #include <utility>
@@ -39,6 +40,24 @@ using CoreHolder = std::unique_ptr<Core, llm_comm::python::DeleteWithoutGil<Core
 
 // Arguments of Core::prepare().
 using Launches = std::tuple<uint32_t, Problem, Tiling>;
+
+Sharing sharing_of(const std::string& name) {
+  if (name == "descriptor") return Sharing::kDescriptor;
+  if (name == "fabric") return Sharing::kFabric;
+  if (name == "cudaIpc") return Sharing::kIpc;
+  throw std::invalid_argument("memory is shared by descriptor, fabric or cudaIpc, not by " + name);
+}
+
+// Runs `make` without the GIL. Returns the handle as a tuple (fd, bytes): a descriptor that the caller owns and b"", or
+// -1 and the bytes of a fabric or cudaIpc handle.
+template <class Make>
+py::tuple handle_of(Make make) {
+  const WorkspaceHandle handle = [&] {
+    const py::gil_scoped_release others_may_run;
+    return make();
+  }();
+  return py::make_tuple(handle.fd, py::bytes(handle.bytes));
+}
 
 }  // namespace
 
@@ -120,30 +139,24 @@ PYBIND11_MODULE(_core, module) {
       .def(py::init<std::shared_ptr<CallStatistics>, uint64_t>(), py::arg("statistics").none(false), py::arg("bytes"))
       .def("add", [](const Counter& counter) { counter.add(Outcome::kEnqueued); });
 
-  // Handles are tuples (fd, bytes): a descriptor that the caller owns and b"", or -1 and the bytes of a cudaIpc handle.
   py::class_<Core, CoreHolder>(module, "Core")
       .def(
           "create_workspace",
-          [](Core& core, bool use_ipc) {
-            const WorkspaceHandle handle = [&] {
-              const py::gil_scoped_release others_may_run;
-              return core.create_workspace(use_ipc);
-            }();
-            return py::make_tuple(handle.fd, py::bytes(handle.bytes));
+          [](Core& core, const std::string& sharing) {
+            return handle_of([&] { return core.create_workspace(sharing_of(sharing)); });
           },
-          py::arg("use_ipc"))
+          py::arg("sharing"))
       .def(
           "map_peer", [](Core& core, int peer, int fd, const std::string& bytes) { core.map_peer(peer, {fd, bytes}); },
           py::arg("peer"), py::arg("fd"), py::arg("bytes"), py::call_guard<py::gil_scoped_release>())
       .def("workspace_bytes", &Core::workspace_bytes)
       .def("begin_release", &Core::begin_release, py::call_guard<py::gil_scoped_release>())
       .def("release_workspaces", &Core::release_workspaces, py::call_guard<py::gil_scoped_release>())
+      .def("restore_workspace", [](Core& core) { return handle_of([&] { return core.restore_workspace(); }); })
       .def(
-          "restore_workspace", [](Core& core) { return core.restore_workspace().fd; },
-          py::call_guard<py::gil_scoped_release>())
-      .def(
-          "restore_peer", [](Core& core, int peer, int fd) { core.restore_peer(peer, {fd, {}}); }, py::arg("peer"),
-          py::arg("fd"), py::call_guard<py::gil_scoped_release>())
+          "restore_peer",
+          [](Core& core, int peer, int fd, const std::string& bytes) { core.restore_peer(peer, {fd, bytes}); },
+          py::arg("peer"), py::arg("fd"), py::arg("bytes"), py::call_guard<py::gil_scoped_release>())
       .def("end_release", &Core::end_release, py::call_guard<py::gil_scoped_release>())
       .def(
           "create_multicast", [](Core& core) { return core.create_multicast().fd; },
@@ -224,14 +237,10 @@ PYBIND11_MODULE(_core, module) {
           py::arg("launch"), py::arg("counter") = py::none())
       .def(
           "create_window",
-          [](Core& core, uint32_t window, uint64_t bytes, bool use_ipc) {
-            const WorkspaceHandle handle = [&] {
-              const py::gil_scoped_release others_may_run;
-              return core.create_window(window, bytes, use_ipc);
-            }();
-            return py::make_tuple(handle.fd, py::bytes(handle.bytes));
+          [](Core& core, uint32_t window, uint64_t bytes) {
+            return handle_of([&] { return core.create_window(window, bytes); });
           },
-          py::arg("window"), py::arg("bytes"), py::arg("use_ipc"))
+          py::arg("window"), py::arg("bytes"))
       .def(
           "map_window",
           [](Core& core, uint32_t window, int peer, int fd, const std::string& bytes) {

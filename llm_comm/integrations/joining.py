@@ -94,7 +94,7 @@ def join(group: dist.ProcessGroup, device: torch.device, load_config: Callable[[
         objection = error
     _vote(rendezvous, objection)
     assert config is not None
-    topology, objection = _find_topology(rendezvous, config)
+    topology, objection = _find_topology(rendezvous, device, config)
     _vote(rendezvous, objection)
     _vote(rendezvous, _objection_to_links(rendezvous, config, device, topology))
 
@@ -138,14 +138,16 @@ def _check(config: EngineOptions, device: torch.device, world_size: int) -> None
     check_table_option(config)
 
 
-def _find_topology(rendezvous: Rendezvous, config: EngineOptions) -> tuple[Topology | None, Exception | None]:
+def _find_topology(
+    rendezvous: Rendezvous, device: torch.device, config: EngineOptions
+) -> tuple[Topology | None, Exception | None]:
     """Return the nodes on which the ranks run, None if it is one, and this rank's objection to them. Collective.
 
     Raises:
         AbsentRanksError: A rank is lost.
     """
     try:
-        topology = find_topology(rendezvous, config)
+        topology = find_topology(rendezvous, device, config)
     except MissingRankError as error:
         raise _lost(error) from error
     except LlmCommError as error:

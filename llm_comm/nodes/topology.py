@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
+
+import torch
 
 from llm_comm import _core
 from llm_comm.config import Config
 from llm_comm.errors import RendezvousError
+from llm_comm.runtime.links import fabric_domain
 from llm_comm.runtime.rank_names import RankNames
 from llm_comm.runtime.rendezvous import Failure, Rendezvous, host_identity
 
@@ -60,25 +63,62 @@ class Topology:
         return tuple(rank for rank in self.partners if rank != self.rank)
 
 
-def find_topology(rendezvous: Rendezvous, config: Config) -> Topology | None:
+def find_topology(
+    rendezvous: Rendezvous, device: torch.device, config: Config, in_domains: bool = True
+) -> Topology | None:
     """Determine which ranks are on which node; None if all are on one. Collective.
+
+    A node is a machine, what option ``node`` names, or the hosts of an NVLink domain.
+
+    Args:
+        rendezvous: Rendezvous of all ranks. Its ``names`` and ``spans_hosts`` are set.
+        device: Device of this rank.
+        config: Options of this rank.
+        in_domains: Whether several hosts of an NVLink domain are one node.
 
     Raises:
         RendezvousError: Nodes have different numbers of ranks, or one has too many; ``Config.node`` is set on some
             ranks only, or equal on different machines. Raised on all ranks alike.
     """
-    said = rendezvous.collect(
-        "comparison of nodes", lambda: {**host_identity(), "pid": os.getpid(), "node": config.node}
-    )
+
+    def identity() -> dict[str, Any]:
+        domain = fabric_domain(device) if in_domains else ""
+        return {**host_identity(), "pid": os.getpid(), "node": config.node, "domain": domain}
+
+    said = with_places(rendezvous.collect("comparison of nodes", identity))
     rendezvous.names = rendezvous.names.with_processes(said)
     topology = topology_of(said, rendezvous.rank, rendezvous.names)
+    rendezvous.spans_hosts = any(each["place"] != each["boot_id"] for each in said)
     if topology is not None:
         rendezvous.names = topology.names
     return topology
 
 
+def with_places(said: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return what the ranks have said, with ``place``: the NVLink domain that makes several hosts one node, else the
+    boot id of the host.
+
+    All ranks of the hosts must be in the domain, and few enough to share memory. Option ``node`` comes first.
+    """
+    said = list(said)
+    domains: dict[str, list[dict[str, Any]]] = {}
+    for each in said:
+        domains.setdefault(each["domain"], []).append(each)
+    hosts = {domain: {each["boot_id"] for each in of_domain} for domain, of_domain in domains.items()}
+    one_node = {
+        domain
+        for domain, of_domain in domains.items()
+        if domain
+        and len(hosts[domain]) > 1
+        and len(of_domain) <= _core.max_world_size
+        and all(each["domain"] == domain for each in said if each["boot_id"] in hosts[domain])
+        and all(each["node"] is None for each in said)
+    }
+    return [{**each, "place": each["domain"] if each["domain"] in one_node else each["boot_id"]} for each in said]
+
+
 def topology_of(said: Sequence[dict[str, Any]], rank: int, names: RankNames) -> Topology | None:
-    """Compute the topology from the ``host``, ``boot_id`` and ``node`` of each rank."""
+    """Compute the topology from the ``host``, ``place`` and ``node`` of each rank (``with_places``)."""
     unnamed = [i for i, each in enumerate(said) if each["node"] is None]
     if 0 < len(unnamed) < len(said):
         named = (f"{names.full(i)}: {each['node']!r}" for i, each in enumerate(said) if each["node"] is not None)
@@ -88,10 +128,10 @@ def topology_of(said: Sequence[dict[str, Any]], rank: int, names: RankNames) -> 
         )
     nodes: dict[str, list[int]] = {}
     for i, each in enumerate(said):
-        nodes.setdefault(each["boot_id"] if each["node"] is None else each["node"], []).append(i)
+        nodes.setdefault(each["place"] if each["node"] is None else each["node"], []).append(i)
     for name, ranks in nodes.items():
         machines = {said[i]["boot_id"] for i in ranks}
-        if len(machines) > 1:
+        if len(machines) > 1 and said[ranks[0]]["node"] is not None:
             where = ", ".join(f"{names.full(i)}: {_host(said[i])}" for i in ranks)
             raise RendezvousError(
                 f"ranks of {names.of_group} with option node {name!r} are on different machines: {where}. Give each "
@@ -139,6 +179,7 @@ class NodeRendezvous(Rendezvous):
         super().__init__(everyone.group, everyone.timeout_s, everyone.device)
         self.rank, self.world_size = topology.local_rank, len(topology.ranks_here)
         self.names = topology.names.part(topology.ranks_here)
+        self.spans_hosts = everyone.spans_hosts
         self._everyone = everyone
         self._ranks = topology.ranks_here
 

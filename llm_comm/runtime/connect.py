@@ -17,10 +17,11 @@ from llm_comm.planning.tables import TuningTable
 from llm_comm.runtime import devices, multicast, self_test
 from llm_comm.runtime.comparison import compare_ranks, compare_tables
 from llm_comm.runtime.core_handle import CoreHandle
+from llm_comm.runtime.linked_status import LinkedBoard
 from llm_comm.runtime.rendezvous import Rendezvous
 from llm_comm.runtime.status import StatusBoard
 from llm_comm.runtime.watchdog import KERNEL_SHARE_OF_TIMEOUT, Watchdog
-from llm_comm.runtime.workspaces import check_reachable, map_workspaces
+from llm_comm.runtime.workspaces import check_reachable, map_workspaces, ways_to_share
 
 logger = logging.getLogger("llm_comm")
 
@@ -45,7 +46,7 @@ class Connected(NamedTuple):
 
     handle: CoreHandle
     planner: Planner
-    #: Memory of the workspaces: "VMM", "cudaIpc" or "POSIX shared memory".
+    #: Memory of the workspaces, one of ``workspaces.SHARING``.
     memory_kind: str
 
 
@@ -117,7 +118,7 @@ def connect(
     """Create the core of this rank and map the memory of its peers. Collective.
 
     Args:
-        rendezvous: Rendezvous of the ranks to connect, which are on one machine.
+        rendezvous: Rendezvous of the ranks to connect, which are on one machine or in one NVLink domain.
         device, config: Device and options of this rank.
         compared: Result of ``compare``.
 
@@ -153,7 +154,7 @@ def _set_up(rendezvous: Rendezvous, device: torch.device, planner: Planner) -> t
     """
     core, most_blocks = rendezvous.attempt("set-up of the device", lambda: _make_core(rendezvous.rank, device, planner))
     clusters: list[int] = rendezvous.gather("comparison of clusters", most_blocks)
-    memory_kind = map_workspaces(rendezvous, core, device.type == "cpu")
+    memory_kind = map_workspaces(rendezvous, core, ways_to_share(device.type == "cpu", rendezvous.spans_hosts))
     check_reachable(rendezvous, core)
     limits = planner.limits
     limits_of_all = devices.make_limits(
@@ -186,10 +187,10 @@ def _watch(rendezvous: Rendezvous, core: _core.Core, timeout_s: float) -> Watchd
     """Start a watchdog for the core. Return None for a group of one rank."""
     if rendezvous.names.size == 1:
         return None
-    board = None
+    board: StatusBoard | LinkedBoard | None = None
     try:
         if rendezvous.world_size > 1:
-            board = StatusBoard.open(rendezvous)
+            board = (LinkedBoard if rendezvous.spans_hosts else StatusBoard).open(rendezvous)
     except MissingRankError:
         raise
     except RendezvousError as error:  # raised on all ranks alike

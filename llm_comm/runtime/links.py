@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import importlib
 import importlib.util
 import logging
@@ -9,9 +10,12 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import torch
+
 from llm_comm.config import Config
 from llm_comm.installation import run_tool
 from llm_comm.planning.tables import TuningTable
+from llm_comm.runtime.devices import gpu_name
 
 logger = logging.getLogger("llm_comm")
 
@@ -68,6 +72,28 @@ def link_matrix(uuids: Sequence[str]) -> list[list[str]]:
     matrix = parse_topology(topology)
     order = [numbering.split().index(uuid) for uuid in uuids]
     return [[matrix[a][b] for b in order] for a in order]
+
+
+def fabric_domain(device: torch.device) -> str:
+    """Return the NVLink domain of a GPU: the UUID of its cluster and its clique in it, in which GPUs reach each other's
+    memory. "" outside of a domain, as on hosts with switches of their own, and where NVML does not tell."""
+    if device.type != "cuda" or importlib.util.find_spec("pynvml") is None:
+        return ""
+    try:
+        pynvml = importlib.import_module("pynvml")
+        pynvml.nvmlInit()
+        try:
+            gpu = pynvml.nvmlDeviceGetHandleByUUID(gpu_name(device))
+            info = pynvml.c_nvmlGpuFabricInfo_v2_t()
+            pynvml.nvmlDeviceGetGpuFabricInfoV(gpu, ctypes.byref(info))
+        finally:
+            pynvml.nvmlShutdown()
+    except Exception as error:  # pynvml has exceptions of its own; older ones lack the call
+        logger.debug("llm_comm: the NVLink domain of the GPU is unknown: %s", error)
+        return ""
+    cluster = bytes(info.clusterUuid)
+    has_registered = info.state == pynvml.NVML_GPU_FABRIC_STATE_COMPLETED and info.status == pynvml.NVML_SUCCESS
+    return f"{cluster.hex()}/{info.cliqueId}" if has_registered and any(cluster) else ""
 
 
 def parse_topology(text: str) -> list[list[str]]:

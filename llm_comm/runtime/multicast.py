@@ -34,6 +34,8 @@ def agree(rendezvous: Rendezvous, device: torch.device, config: Config, table: T
     """Decide whether the ranks set multicast up: only if every rank wants it. No multicast call is made here."""
 
     def own_wish() -> tuple[bool, str]:
+        if rendezvous.spans_hosts:
+            return False, "the ranks are on several hosts of an NVLink domain, whose multicast is not built"
         return wish(config, table, name_of(device), driver_of(device), rendezvous.world_size)
 
     wishes = [Multicast(*said) for said in rendezvous.collect("wish for NVLink multicast", own_wish)]

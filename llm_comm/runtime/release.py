@@ -7,11 +7,13 @@ no memory has been freed yet.
 
 from __future__ import annotations
 
+from llm_comm import _core
 from llm_comm.errors import UnsupportedInputError
 from llm_comm.planning.multicast import Multicast
 from llm_comm.runtime.core_handle import CoreHandle
 from llm_comm.runtime.devices import is_capturing
 from llm_comm.runtime.rendezvous import Rendezvous
+from llm_comm.runtime.workspaces import share_memory
 
 
 def why_not_releasable(memory_kind: str, multicast: Multicast) -> str:
@@ -64,8 +66,11 @@ def release(rendezvous: Rendezvous, handle: CoreHandle, why_not: str) -> None:
         raise
 
 
-def restore(rendezvous: Rendezvous, handle: CoreHandle) -> None:
+def restore(rendezvous: Rendezvous, handle: CoreHandle, sharing: _core.Sharing) -> None:
     """Allocate the memory of all workspaces again, at their old addresses. Collective.
+
+    Args:
+        sharing: How peers get the memory, as at set-up.
 
     Raises:
         RendezvousError: A rank has no memory, or could not map the memory of a peer. The workspaces stay released on
@@ -73,14 +78,9 @@ def restore(rendezvous: Rendezvous, handle: CoreHandle) -> None:
         MissingRankError: A rank did not arrive. The workspace of this rank stays released.
     """
     core = handle.core_of_released()
-
-    def map_peers(peers: dict[int, int]) -> None:
-        for peer, descriptor in peers.items():
-            core.restore_peer(peer, descriptor)
-
     steps = "restoring the workspace", "mapping of the peers' memory"
     try:
-        rendezvous.share_descriptors(steps[0], core.restore_workspace, steps[1], map_peers)
+        share_memory(rendezvous, sharing, steps, core.restore_workspace, core.restore_peer)
     except BaseException:
         try:
             core.release_workspaces()

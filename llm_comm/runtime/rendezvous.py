@@ -118,6 +118,8 @@ class Rendezvous:
         #: Names of the ranks for errors. They hold processes and hosts after the ranks have compared their nodes.
         self.names = RankNames.of(group)
         self.timeout_s = timeout_s
+        #: Whether the ranks are on several hosts of an NVLink domain. Known when the ranks have compared their nodes.
+        self.spans_hosts = False
         on_cpu = "gloo" in str(dist.get_backend_config(group)) or "gloo" in dist.get_backend(group)
         if on_cpu:
             self.device = torch.device("cpu")

@@ -130,7 +130,7 @@ class StatusBoard:
 
     def publish(self, state: RankState) -> None:
         """Write the state of this rank and a new heartbeat."""
-        text = json.dumps(asdict(_fitting(state))).encode()
+        text = json.dumps(asdict(fitting(state))).encode()
         head = _HEAD.pack(len(text), zlib.crc32(text))
         self._own[_BEAT.size : _STATE_OFFSET + len(text)] = head + text
         # One slice assignment: peers read meanwhile, and pack_into would write zeros first.
@@ -179,7 +179,7 @@ def fit(text: str, most: int = _MAX_TEXT) -> str:
     return text
 
 
-def _fitting(state: RankState) -> RankState:
+def fitting(state: RankState) -> RankState:
     """Cut the texts of a state so that it fits a page. Remarks and brief forms may name all ranks of other nodes."""
     error = state.error and replace(state.error, text=fit(state.error.text), brief=fit(state.error.brief, _MAX_WORDS))
     last_call, remark = fit(state.last_call, _MAX_WORDS), fit(state.remark, _MAX_WORDS)

@@ -12,6 +12,7 @@ import math
 import operator
 import traceback
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -24,7 +25,7 @@ from llm_comm.runtime.core_handle import CoreHandle
 from llm_comm.runtime.devices import is_capturing
 from llm_comm.runtime.heap_layout import MAX_BYTES, Allocation, HeapLayout
 from llm_comm.runtime.rendezvous import Rendezvous
-from llm_comm.runtime.workspaces import share_window
+from llm_comm.runtime.workspaces import share_memory
 
 #: Number of allocations, oldest first, whose state fits one message: one bit each.
 _MAX_LISTED = 16_000
@@ -36,13 +37,13 @@ class SymmetricHeap:
     Args:
         rendezvous: Rendezvous of the ranks.
         handle: Handle of the core.
-        use_ipc: Share memory by cudaIpc, as the workspaces do.
+        sharing: How peers get the memory of the workspaces, and so of the heap.
     """
 
-    def __init__(self, rendezvous: Rendezvous, handle: CoreHandle, use_ipc: bool) -> None:
+    def __init__(self, rendezvous: Rendezvous, handle: CoreHandle, sharing: _core.Sharing) -> None:
         self._rendezvous: Rendezvous | None = rendezvous
         self._handle = handle
-        self._use_ipc = use_ipc
+        self._sharing = sharing
         self._layout = HeapLayout()
         self._loans: dict[int, _core.Loan] = {}
 
@@ -70,7 +71,7 @@ class SymmetricHeap:
         core = self._handle.core()
         try:
             if new_window is not None:
-                share_window(rendezvous, core, new_window, layout.windows()[new_window], self._use_ipc)
+                self._share_window(rendezvous, new_window, layout.windows()[new_window])
             tensor, loan = rendezvous.attempt(
                 "allocation of a tensor in symmetric memory",
                 lambda: self._take(allocation, nbytes, bool(dead), size, dtype),
@@ -91,6 +92,14 @@ class SymmetricHeap:
         self._loans[allocation.number] = loan
         _close_windows(rendezvous, core, vacated)
         return tensor
+
+    def _share_window(self, rendezvous: Rendezvous, window: int, nbytes: int) -> None:
+        """Allocate a window on every rank and map those of the peers. After an error, the caller closes what this rank
+        has of it."""
+        core = self._handle.core()
+        steps = f"allocation of {nbytes} bytes of symmetric memory", "mapping of the peers' symmetric memory"
+        create, map_peer = partial(core.create_window, window, nbytes), partial(core.map_window, window)
+        share_memory(rendezvous, self._sharing, steps, create, map_peer)
 
     def _request(self, shape: Any, dtype: Any) -> dict[str, Any]:
         """Validate this rank's request, and add which of its allocations have been dropped."""

@@ -29,6 +29,7 @@ from llm_comm.runtime.failures import (
     explain,
     root_cause,
 )
+from llm_comm.runtime.linked_status import LinkedBoard
 from llm_comm.runtime.rank_names import RankNames
 from llm_comm.runtime.status import LIFE_S, PeerStatus, RankError, RankState, StatusBoard, report_wait_s
 
@@ -84,7 +85,7 @@ class Watchdog(threading.Thread):
         core: _core.Core,
         rank: int,
         timeout_s: float,
-        board: StatusBoard | None,
+        board: StatusBoard | LinkedBoard | None,
         names: RankNames,
     ) -> None:
         super().__init__(name="llm_comm watchdog", daemon=True)

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from typing import NamedTuple
 
 from llm_comm import _core
 from llm_comm.errors import MissingRankError, RendezvousError
@@ -13,91 +12,89 @@ from llm_comm.runtime.rendezvous import Rendezvous
 
 logger = logging.getLogger("llm_comm")
 
+#: How memory of each kind is shared, by the names of ``Communicator.memory_kind``.
+SHARING: dict[str, _core.Sharing] = {
+    "VMM": "descriptor",
+    "VMM fabric": "fabric",
+    "cudaIpc": "cudaIpc",
+    "POSIX shared memory": "descriptor",
+    "POSIX shared memory by name": "fabric",
+}
 
-class _Memory(NamedTuple):
-    """Memory to be shared, and the functions that allocate and map it.
 
-    Attributes:
-        name: Name of this rank's memory in errors.
-        of_peers: Name of the peers' memory in errors.
-        create: Allocates the memory of this rank and returns (file descriptor, cudaIpc handle). The argument asks for
-            cudaIpc instead of VMM.
-        map_peer: Maps the memory of a peer: rank, file descriptor or -1, cudaIpc handle or b"".
+def ways_to_share(is_emulated: bool, spans_hosts: bool) -> tuple[str, ...]:
+    """Return the kinds of memory to try, the preferred one first.
+
+    Args:
+        is_emulated: The devices are emulated.
+        spans_hosts: The ranks are on several hosts of an NVLink domain, which fabric handles alone connect.
     """
-
-    name: str
-    of_peers: str
-    create: Callable[[bool], tuple[int, bytes]]
-    map_peer: Callable[[int, int, bytes], None]
-
-
-def share_window(rendezvous: Rendezvous, core: _core.Core, window: int, nbytes: int, use_ipc: bool) -> None:
-    """Allocate a window of the symmetric heap on every rank, and map the windows of the peers.
-
-    Raises:
-        RendezvousError: Memory cannot be allocated or shared. Raised on all ranks alike. The caller must close the part
-            of the window that this rank has.
-    """
-    memory = _Memory(
-        f"{nbytes} bytes of symmetric memory",
-        "symmetric memory",
-        lambda use_ipc: core.create_window(window, nbytes, use_ipc),
-        lambda peer, fd, handle: core.map_window(window, peer, fd, handle),
-    )
-    (_map_by_ipc if use_ipc else _map_by_descriptor)(rendezvous, memory)
+    if is_emulated:
+        return ("POSIX shared memory by name",) if spans_hosts else ("POSIX shared memory",)
+    # On one host, fabric handles serve ranks that cannot pass descriptors, as in containers with networks of their own.
+    return ("VMM fabric",) if spans_hosts else ("VMM", "VMM fabric", "cudaIpc")
 
 
-def map_workspaces(rendezvous: Rendezvous, core: _core.Core, is_emulated: bool) -> str:
-    """Allocate the workspace of this rank and map those of its peers. Return the kind of memory.
+def map_workspaces(rendezvous: Rendezvous, core: _core.Core, kinds: tuple[str, ...]) -> str:
+    """Allocate the workspace of this rank and map those of its peers. Return the kind of memory, one of ``kinds``.
 
-    VMM is tried first. If a rank may not use it, all ranks use cudaIpc.
-
-    Returns:
-        "VMM", "cudaIpc", or "POSIX shared memory" for emulated devices.
+    The kinds are tried in order. If one fails on a rank, all ranks go on to the next one.
 
     Raises:
         RendezvousError: Memory cannot be allocated or shared. Raised on all ranks alike.
     """
-    workspace = _Memory("the workspace", "memory", core.create_workspace, core.map_peer)
-    if is_emulated:
-        _map_by_descriptor(rendezvous, workspace)
-        return "POSIX shared memory"
-    try:
-        _map_by_descriptor(rendezvous, workspace)
-        return "VMM"
-    except MissingRankError:
-        raise
-    except RendezvousError as error:  # raised on all ranks alike: all fall back
-        logger.info("VMM is not permitted here, using cudaIpc: %s", error)
-        why_not_vmm = str(error)
-    try:
-        _map_by_ipc(rendezvous, workspace)
-    except MissingRankError:
-        raise
-    except RendezvousError as error:
-        raise RendezvousError(f"{error}. Before that, by VMM: {why_not_vmm}") from error
-    return "cudaIpc"
+    why_not: list[str] = []
+    for kind in kinds:
+        sharing = SHARING[kind]
+        steps = "allocation of the workspace", "mapping of the peers' memory"
+        try:
+            share_memory(rendezvous, sharing, steps, lambda: core.create_workspace(sharing), core.map_peer)  # noqa: B023
+            return kind
+        except MissingRankError:
+            raise
+        except RendezvousError as error:  # raised on all ranks alike: all go on
+            logger.info("memory cannot be shared by %s here: %s", kind, error)
+            why_not.append(f"by {kind}: {error}")
+    raise RendezvousError(f"memory cannot be shared. {'. '.join(why_not)}")
 
 
-def _map_by_descriptor(rendezvous: Rendezvous, memory: _Memory) -> None:
-    def map_peers(peers: dict[int, int]) -> None:
-        for peer, descriptor in peers.items():
-            memory.map_peer(peer, descriptor, b"")
+def share_memory(
+    rendezvous: Rendezvous,
+    sharing: _core.Sharing,
+    steps: tuple[str, str],
+    create: Callable[[], tuple[int, bytes]],
+    map_peer: Callable[[int, int, bytes], object],
+) -> None:
+    """Create memory on every rank, and map that of every peer.
 
-    allocation, mapping = f"allocation of {memory.name}", f"mapping of the peers' {memory.of_peers}"
-    rendezvous.share_descriptors(allocation, lambda: memory.create(False)[0], mapping, map_peers)
+    Args:
+        rendezvous: Rendezvous of the ranks.
+        sharing: How peers get the memory.
+        steps: Names of the two steps in errors.
+        create: Creates the memory of this rank. Returns a file descriptor or -1, and the bytes of a handle or b"".
+        map_peer: Maps the memory of a peer: rank, file descriptor or -1, and the bytes of a handle or b"".
 
+    Raises:
+        RendezvousError: A step failed on a rank. Raised on all ranks alike.
+    """
+    made, mapped = steps
+    if sharing == "descriptor":
 
-def _map_by_ipc(rendezvous: Rendezvous, memory: _Memory) -> None:
-    _, handle = rendezvous.attempt(f"allocation of {memory.name}", lambda: memory.create(True))
-    handles = rendezvous.collect("handles of cudaIpc", handle.hex)
+        def map_descriptors(peers: dict[int, int]) -> None:
+            for peer, descriptor in peers.items():
+                map_peer(peer, descriptor, b"")
 
-    def map_peers() -> None:
+        rendezvous.share_descriptors(made, lambda: create()[0], mapped, map_descriptors)
+        return
+    _, handle = rendezvous.attempt(made, create)
+    handles = rendezvous.collect(f"{sharing} handles", handle.hex)
+
+    def map_handles() -> None:
         for peer, peer_handle in enumerate(handles):
             if peer != rendezvous.rank:
-                memory.map_peer(peer, -1, bytes.fromhex(peer_handle))
+                map_peer(peer, -1, bytes.fromhex(peer_handle))
 
-    rendezvous.attempt(f"mapping of the peers' {memory.of_peers}", map_peers)
+    rendezvous.attempt(mapped, map_handles)
 
 
 def check_reachable(rendezvous: Rendezvous, core: _core.Core) -> None:

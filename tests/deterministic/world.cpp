@@ -21,7 +21,7 @@ class RankMemory {
  public:
   RankMemory(emulator::WeakMemory& memory, uint32_t rank) : memory_(&memory), rank_(rank) {}
 
-  host::WorkspaceHandle create(const WorkspaceLayout& layout, bool) {
+  host::WorkspaceHandle create(const WorkspaceLayout& layout, host::Sharing) {
     std::memset(local(), 0, memory_->bytes_of_rank());
     for (const Region& region : layout.regions().region) {
       std::memset(local() + region.offset, region.initial_byte, region.bytes);
@@ -35,7 +35,7 @@ class RankMemory {
   void add_multicast_device() {}
   char* bind_multicast() { return memory_->of_rank(0); }
   void drop_multicast() {}
-  host::SharedMemory allocate(uint64_t, bool) const { return {in_window(rank_), {}}; }
+  host::SharedMemory allocate(uint64_t) const { return {in_window(rank_), {}}; }
   std::shared_ptr<char> map_memory(int peer, uint64_t, const host::WorkspaceHandle&) const {
     return in_window(static_cast<uint32_t>(peer));
   }
@@ -197,7 +197,7 @@ World::World(emulator::Machine& machine, uint32_t ranks, uint64_t first_operatio
                                      {},
                                      0});
     host::Core& own = core(rank);
-    own.create_workspace(false);
+    own.create_workspace(host::Sharing::kDescriptor);
     CommState state{};
     state.order = host::OrderOnRank::sum_of_numbers(first_operation);
     state.arrivals = first_operation * kArrivalsPerOperation;
@@ -206,7 +206,7 @@ World::World(emulator::Machine& machine, uint32_t ranks, uint64_t first_operatio
       if (peer != rank) own.map_peer(static_cast<int>(peer), {});
     }
     own.bind_multicast();
-    own.create_window(0, kWindowBytes, false);
+    own.create_window(0, kWindowBytes);
     for (uint32_t peer = 0; peer < ranks; ++peer) {
       if (peer != rank) own.map_window(0, static_cast<int>(peer), {});
     }

@@ -176,7 +176,7 @@ def test_tensors_in_several_windows(algorithm: str) -> None:
     parts = parts_of(1, sizes, 7)
     expected = torch.cat(parts, dim=1)
     for number in (1, 2):
-        handles = [core.create_window(number, 1 << 16, False) for core in cores]
+        handles = [core.create_window(number, 1 << 16) for core in cores]
         for rank, core in enumerate(cores):
             for peer, handle in enumerate(handles):
                 if peer != rank:

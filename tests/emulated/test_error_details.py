@@ -196,7 +196,7 @@ OFFSET_OF_CLAIM = 16
 def test_two_operations_at_once() -> None:
     """The rank on which another launch has the communicator says so; the other one learns that there is no going on."""
     cores = [core_of(rank) for rank in range(2)]
-    descriptors = [core.create_workspace(False)[0] for core in cores]
+    descriptors = [core.create_workspace("descriptor")[0] for core in cores]
     for rank, core in enumerate(cores):
         core.map_peer(1 - rank, descriptors[1 - rank], b"")
     with mmap.mmap(descriptors[0], mmap.PAGESIZE) as state:

@@ -325,7 +325,7 @@ def release_out_of_order() -> None:
         with pytest.raises(RuntimeError, match="is not released"):
             comm._handle.core().restore_workspace()
         with pytest.raises(ValueError, match="restore_peer"):
-            comm._handle.core().restore_peer(comm.rank, -1)
+            comm._handle.core().restore_peer(comm.rank, -1, b"")
         assert_sums(comm, 0, "afterwards")
 
 

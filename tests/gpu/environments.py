@@ -15,15 +15,16 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import NoReturn
+from unittest import mock
 
 import torch
 import torch.distributed as dist
 from common import SHARE_GPU, Ranks, Recording, Session, gpus_or, parser, report, run, session
 from values import DTYPES, Inputs, Values, expect_sum, rank_order_sum
 
-from llm_comm import Communicator, Config, RendezvousError
-from llm_comm.runtime import workspaces
+from llm_comm import Communicator, Config
+from llm_comm.runtime import connect
 
 #: Exit status of a rank that cannot run its case here; its last line says why.
 SKIPPED = 77
@@ -76,11 +77,10 @@ def expandable_segments(ranks: Session) -> None:
 def cuda_ipc(ranks: Session) -> None:
     """As on a machine that does not permit virtual memory management."""
 
-    def refuse(rendezvous: Any, core: Any) -> None:
-        raise RendezvousError("refused by the test")
-
-    workspaces._map_by_descriptor = refuse
-    with Communicator(ranks.group, ranks.device, Config.load()) as communicator:
+    with (
+        mock.patch.object(connect, "ways_to_share", return_value=("VMM fabric", "cudaIpc")),
+        Communicator(ranks.group, ranks.device, Config.load()) as communicator,
+    ):
         if communicator.memory_kind != "cudaIpc":
             raise AssertionError(f"the communicator uses {communicator.memory_kind}")
         check_sums(ranks, communicator)

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable
+from unittest import mock
 
 import torch
 from common import Recording, Session, error_of, expect, parser, report, run, session
@@ -17,6 +18,8 @@ from values import DTYPES, Inputs, Sums, Values
 
 from llm_comm import Communicator, CommunicatorError, Config, LlmCommError, MismatchError, _core, registry
 from llm_comm.planning.tables import ALL_REDUCE, Row
+from llm_comm.runtime import connect
+from llm_comm.runtime.workspaces import ways_to_share
 
 MIB = 1 << 20
 PLAIN = Values("normal", 0, 1)
@@ -40,8 +43,9 @@ class Part:
 
     def communicator(self) -> Communicator:
         config = Config.load(timeout_s=TIMEOUT_S, share_gpu=self.ranks.shares_gpu, log="error")
-        comm = Communicator(self.ranks.group, self.ranks.device, config)
-        comm._heap._use_ipc |= self._use_ipc
+        kinds = ways_to_share(is_emulated=not self.ranks.on_gpu, spans_hosts=False)
+        with mock.patch.object(connect, "ways_to_share", return_value=("cudaIpc",) if self._use_ipc else kinds):
+            comm = Communicator(self.ranks.group, self.ranks.device, config)
         comm.use_table(comm.table._replace(min_symmetric_bytes=0))
         return comm
 

@@ -44,7 +44,7 @@ struct Meeting {
 
 std::unique_ptr<Core> connect(Meeting& meeting, int rank, double timeout_s) {
   std::unique_ptr<Core> core = make_emulated_core({rank, kWorld, kSlotBytes, timeout_s, false, true, kStagingBytes});
-  meeting.handles[rank] = core->create_workspace(false);
+  meeting.handles[rank] = core->create_workspace(Sharing::kDescriptor);
   meeting.barrier.arrive_and_wait();
   for (int peer = 0; peer < kWorld; ++peer) {
     if (peer != rank) core->map_peer(peer, meeting.handles[peer]);

@@ -45,7 +45,7 @@ def leave() -> NoReturn:
 def connect(core: ModuleType, world: int) -> list[Any]:
     options = {"slot_bytes": SLOT_BYTES, "timeout_s": 30.0, "dependent_launch": False, "check_calls": True}
     ranks = [core.make_emulated_core(core.CoreOptions(rank=rank, world_size=world, **options)) for rank in range(world)]
-    handles = [rank.create_workspace(False) for rank in ranks]
+    handles = [rank.create_workspace("descriptor") for rank in ranks]
     for rank, core_of_rank in enumerate(ranks):
         for peer, (fd, handle) in enumerate(handles):
             if peer != rank:

@@ -294,7 +294,7 @@ def test_options_of_a_core(rank: int, world: int, timeout_s: float, why: str) ->
 
 def test_memory_of_nobody_is_not_mapped() -> None:
     core = core_of(3, 1 << 16, rank=1)
-    descriptor, _ = core.create_workspace(False)
+    descriptor, _ = core.create_workspace("descriptor")
     for peer in (-1, 1, 3):
         with pytest.raises(ValueError, match=f"map_peer: {peer} is not a peer of rank 1"):
             core.map_peer(peer, descriptor, b"")
@@ -350,7 +350,7 @@ def test_numbers_that_stand_for_nothing() -> None:
 def connected(world: int, swapped: tuple[int, int] | None) -> list[_core.Core]:
     """Cores of which rank 0 takes the workspaces of two peers for each other's."""
     cores = [core_of(world, 1 << 16, rank) for rank in range(world)]
-    handles = [core.create_workspace(False) for core in cores]
+    handles = [core.create_workspace("descriptor") for core in cores]
     for rank, core in enumerate(cores):
         for peer in range(world):
             if peer == rank:

@@ -8,17 +8,26 @@ from typing import Any
 import pytest
 from harness import names_of_world, unnamed
 
+from llm_comm import _core
 from llm_comm.errors import RendezvousError
-from llm_comm.nodes.topology import Topology, topology_of
+from llm_comm.nodes.topology import Topology, topology_of, with_places
 
 
-def said(*machines: str, names: dict[int, str] | None = None) -> list[dict[str, Any]]:
-    """What ranks say that run on these machines; ``names``: their option ``node``, by rank."""
-    names = names or {}
-    return [
-        {"host": f"host-{machine}", "boot_id": machine, "node": names.get(rank)}
+def said(
+    *machines: str, names: dict[int, str] | None = None, domains: dict[str, str] | None = None
+) -> list[dict[str, Any]]:
+    """What ranks say that run on these machines.
+
+    Args:
+        machines: Of each rank.
+        names: Their option ``node``, by rank.
+        domains: NVLink domains, by machine.
+    """
+    names, domains = names or {}, domains or {}
+    return with_places(
+        {"host": f"host-{machine}", "boot_id": machine, "node": names.get(rank), "domain": domains.get(machine, "")}
         for rank, machine in enumerate(machines)
-    ]
+    )
 
 
 def place_of(everyone: list[dict[str, Any]], rank: int) -> Topology | None:
@@ -89,3 +98,23 @@ def test_what_is_declined_says_why(everyone: list[dict[str, Any]], words: str) -
         with pytest.raises(RendezvousError) as caught:
             place_of(everyone, rank)
         assert re.search(words, unnamed(str(caught.value)))
+
+
+def test_hosts_of_a_domain_are_one_node() -> None:
+    assert place_of(said(*"aabb", domains={"a": "x/1", "b": "x/1"}), 0) is None
+    assert placed(said(*"aabb", domains={"a": "x/1", "b": "x/2"}), 0).nodes == ((0, 1), (2, 3))
+    assert placed(said(*"aabbccdd", domains=dict(zip("abcd", ("x/1", "x/1", "y/1", "y/1"), strict=True))), 0).nodes == (
+        (0, 1, 2, 3),
+        (4, 5, 6, 7),
+    )
+
+
+def test_a_domain_does_not_join_hosts_where_it_cannot() -> None:
+    most = _core.max_world_size
+    too_many = said(*"a" * most, *"b" * most, domains={"a": "x/1", "b": "x/1"})
+    assert len(placed(too_many, 0).nodes) == 2
+    named = said(*"aabb", names=dict(enumerate("ppqq")), domains={"a": "x/1", "b": "x/1"})
+    assert len(placed(named, 0).nodes) == 2
+    some = said(*"aabb", domains={"a": "x/1", "b": "x/1"})
+    some[3]["domain"] = ""
+    assert len(placed(with_places(some), 0).nodes) == 2

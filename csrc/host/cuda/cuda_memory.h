@@ -191,12 +191,13 @@ class CudaMemory {
     }
   }
 
-  WorkspaceHandle create(const WorkspaceLayout& layout, bool use_ipc) {
+  WorkspaceHandle create(const WorkspaceLayout& layout, Sharing sharing) {
     const DeviceGuard guard(device_);
     const RelaxedCaptureMode relaxed;
-    const uint64_t bytes = bytes_ = rounded_for_multicast(layout.bytes(), use_ipc);
+    sharing_ = sharing;
+    bytes_ = rounded_for_multicast(layout.bytes());
     local_ = DeviceMemory();
-    local_ = use_ipc ? DeviceMemory::allocate_ipc(device_, bytes) : DeviceMemory::allocate(device_, bytes);
+    local_ = DeviceMemory::allocate(device_, bytes_, sharing_);
     fill(layout);
     return local_.export_handle();
   }
@@ -226,7 +227,7 @@ class CudaMemory {
 
   char* map(int peer, const WorkspaceHandle& handle) {
     const RelaxedCaptureMode relaxed;
-    return (peers_[peer] = DeviceMemory::map(device_, bytes_, handle)).address();
+    return (peers_[peer] = DeviceMemory::map(device_, bytes_, sharing_, handle)).address();
   }
 
   WorkspaceHandle create_multicast() {
@@ -255,16 +256,15 @@ class CudaMemory {
     multicast_.reset();
   }
 
-  SharedMemory allocate(uint64_t bytes, bool use_ipc) const {
+  SharedMemory allocate(uint64_t bytes) const {
     const RelaxedCaptureMode relaxed;
-    const auto owner = std::make_shared<WindowMemory>(
-        device_, use_ipc ? DeviceMemory::allocate_ipc(device_, bytes) : DeviceMemory::allocate(device_, bytes));
+    const auto owner = std::make_shared<WindowMemory>(device_, DeviceMemory::allocate(device_, bytes, sharing_));
     return {{owner, owner->address()}, owner->export_handle()};
   }
 
   std::shared_ptr<char> map_memory(int, uint64_t bytes, const WorkspaceHandle& handle) const {
     const RelaxedCaptureMode relaxed;
-    const auto owner = std::make_shared<WindowMemory>(device_, DeviceMemory::map(device_, bytes, handle));
+    const auto owner = std::make_shared<WindowMemory>(device_, DeviceMemory::map(device_, bytes, sharing_, handle));
     return {owner, owner->address()};
   }
 
@@ -309,11 +309,13 @@ class CudaMemory {
 
   // Rounds the workspace size to the granularity of multicast objects. If multicast is impossible, returns `bytes` and
   // keeps the reason for the multicast set-up to report.
-  uint64_t rounded_for_multicast(uint64_t bytes, bool use_ipc) {
+  uint64_t rounded_for_multicast(uint64_t bytes) {
     multicast_.reset();
-    why_no_multicast_ = use_ipc ? "workspaces are shared by cudaIpc, which multicast objects do not take"
-                                : "the core was made without multicast";
-    if (!wants_multicast_ || use_ipc) return bytes;
+    // Multicast objects are passed on as descriptors, and do not take memory of cudaIpc.
+    const bool by_descriptor = sharing_ == Sharing::kDescriptor;
+    why_no_multicast_ = by_descriptor ? "the core was made without multicast"
+                                      : "workspaces are not shared by file descriptors, as multicast needs";
+    if (!wants_multicast_ || !by_descriptor) return bytes;
     try {
       constexpr unsigned kVersion = 12010;  // CUDA 12.1, the first version with multicast
       const MulticastDriver driver{[](const char* name) { return driver_function(name, kVersion); },
@@ -341,6 +343,7 @@ class CudaMemory {
   int world_size_;
   bool wants_multicast_;
   std::string why_no_multicast_;
+  Sharing sharing_ = Sharing::kDescriptor;
   uint64_t bytes_ = 0;
   HostMemory host_;
   SideStream side_stream_;

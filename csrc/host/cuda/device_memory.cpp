@@ -9,41 +9,73 @@ namespace llm_comm::host {
 
 namespace {
 
-CUmemAllocationProp allocation_properties(int device) {
+CUmemAllocationHandleType type_of(Sharing sharing) {
+  return sharing == Sharing::kFabric ? CU_MEM_HANDLE_TYPE_FABRIC : CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR;
+}
+
+CUmemAllocationProp allocation_properties(int device, CUmemAllocationHandleType type) {
   CUmemAllocationProp properties{};
   properties.type = CU_MEM_ALLOCATION_TYPE_PINNED;
   properties.location.type = CU_MEM_LOCATION_TYPE_DEVICE;
   properties.location.id = device;
-  properties.requestedHandleTypes = CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR;
+  properties.requestedHandleTypes = type;
   return properties;
 }
 
-uint64_t round_to_granularity(int device, uint64_t bytes) {
-  const CUmemAllocationProp properties = allocation_properties(device);
+uint64_t round_to_granularity(int device, CUmemAllocationHandleType type, uint64_t bytes) {
+  const CUmemAllocationProp properties = allocation_properties(device, type);
   size_t granularity = 0;
   check(Driver::get().mem_get_allocation_granularity(&granularity, &properties, CU_MEM_ALLOC_GRANULARITY_MINIMUM),
         "cuMemGetAllocationGranularity");
   return (bytes + granularity - 1) / granularity * granularity;
 }
 
+// check() of a call with handles of `type`. Fabric handles have conditions that the driver's text does not name.
+void check_of(CUmemAllocationHandleType type, CUresult error, const char* what) {
+  if (error == CUDA_SUCCESS || type != CU_MEM_HANDLE_TYPE_FABRIC) return check(error, what);
+  try {
+    check(error, what);
+  } catch (const std::runtime_error& of_driver) {
+    throw std::runtime_error(std::string(of_driver.what()) +
+                             ". Fabric handles need a GPU in an NVLink domain, the service nvidia-imex on each of its "
+                             "hosts, and a channel in /dev/nvidia-caps-imex-channels that this process may open");
+  }
+}
+
+template <class Handle>
+Handle as(const WorkspaceHandle& handle, const char* name) {
+  Handle copy;
+  if (handle.bytes.size() != sizeof(copy)) {
+    throw std::invalid_argument("a " + std::string(name) + " handle has " + std::to_string(sizeof(copy)) +
+                                " bytes, got " + std::to_string(handle.bytes.size()));
+  }
+  std::memcpy(&copy, handle.bytes.data(), sizeof(copy));
+  return copy;
+}
+
 }  // namespace
 
-DeviceMemory DeviceMemory::allocate(int device, uint64_t bytes) {
-  const DeviceGuard guard(device);
+// Memory of kVmm that has addresses alone.
+DeviceMemory DeviceMemory::reserved(int device, uint64_t bytes, Sharing sharing) {
   DeviceMemory memory;
   memory.kind_ = Kind::kVmm;
+  memory.type_ = type_of(sharing);
   memory.device_ = device;
-  memory.bytes_ = round_to_granularity(device, bytes);
+  memory.bytes_ = round_to_granularity(device, memory.type_, bytes);
   memory.reserve();
-  memory.create_and_map(memory.bytes_);
   return memory;
 }
 
-DeviceMemory DeviceMemory::allocate_ipc(int device, uint64_t bytes) {
+DeviceMemory DeviceMemory::allocate(int device, uint64_t bytes, Sharing sharing) {
   const DeviceGuard guard(device);
-  DeviceMemory memory;
+  if (sharing != Sharing::kIpc) {
+    DeviceMemory memory = reserved(device, bytes, sharing);
+    memory.create_and_map(memory.bytes_);
+    return memory;
+  }
   void* address = nullptr;
   check(cudaMalloc(&address, bytes), "cudaMalloc");
+  DeviceMemory memory;
   memory.kind_ = Kind::kMalloc;
   memory.device_ = device;
   memory.bytes_ = bytes;
@@ -51,26 +83,19 @@ DeviceMemory DeviceMemory::allocate_ipc(int device, uint64_t bytes) {
   return memory;
 }
 
-DeviceMemory DeviceMemory::map(int device, uint64_t bytes, const WorkspaceHandle& handle) {
+DeviceMemory DeviceMemory::map(int device, uint64_t bytes, Sharing sharing, const WorkspaceHandle& handle) {
   const DeviceGuard guard(device);
-  DeviceMemory memory;
-  memory.device_ = device;
-  if (handle.fd >= 0) {
-    memory.kind_ = Kind::kVmm;
-    memory.bytes_ = round_to_granularity(device, bytes);
-    memory.reserve();
+  if (sharing != Sharing::kIpc) {
+    DeviceMemory memory = reserved(device, bytes, sharing);
     memory.import_and_map(handle);
     return memory;
   }
-  cudaIpcMemHandle_t ipc;
-  if (handle.bytes.size() != sizeof(ipc)) {
-    throw std::invalid_argument("a cudaIpc handle has " + std::to_string(sizeof(ipc)) + " bytes, got " +
-                                std::to_string(handle.bytes.size()));
-  }
-  std::memcpy(&ipc, handle.bytes.data(), sizeof(ipc));
+  const auto ipc = as<cudaIpcMemHandle_t>(handle, "cudaIpc");
   void* address = nullptr;
   check(cudaIpcOpenMemHandle(&address, ipc, cudaIpcMemLazyEnablePeerAccess), "cudaIpcOpenMemHandle");
+  DeviceMemory memory;
   memory.kind_ = Kind::kIpcMapping;
+  memory.device_ = device;
   memory.bytes_ = bytes;
   memory.address_ = static_cast<char*>(address);
   return memory;
@@ -78,15 +103,18 @@ DeviceMemory DeviceMemory::map(int device, uint64_t bytes, const WorkspaceHandle
 
 WorkspaceHandle DeviceMemory::export_handle() const {
   WorkspaceHandle handle;
-  if (kind_ == Kind::kVmm) {
-    check(Driver::get().mem_export_to_shareable_handle(&handle.fd, vmm_, CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR, 0),
-          "cuMemExportToShareableHandle");
+  if (kind_ != Kind::kVmm) {
+    const DeviceGuard guard(device_);
+    cudaIpcMemHandle_t ipc;
+    check(cudaIpcGetMemHandle(&ipc, address_), "cudaIpcGetMemHandle");
+    handle.bytes.assign(reinterpret_cast<const char*>(&ipc), sizeof(ipc));
     return handle;
   }
-  const DeviceGuard guard(device_);
-  cudaIpcMemHandle_t ipc;
-  check(cudaIpcGetMemHandle(&ipc, address_), "cudaIpcGetMemHandle");
-  handle.bytes.assign(reinterpret_cast<const char*>(&ipc), sizeof(ipc));
+  CUmemFabricHandle fabric;
+  const bool is_fabric = type_ == CU_MEM_HANDLE_TYPE_FABRIC;
+  void* const to = is_fabric ? static_cast<void*>(&fabric) : &handle.fd;
+  check_of(type_, Driver::get().mem_export_to_shareable_handle(to, vmm_, type_, 0), "cuMemExportToShareableHandle");
+  if (is_fabric) handle.bytes.assign(reinterpret_cast<const char*>(&fabric), sizeof(fabric));
   return handle;
 }
 
@@ -109,7 +137,7 @@ void DeviceMemory::vacate() {
 void DeviceMemory::vacate_but_first_granule() {
   vacate();
   const DeviceGuard guard(device_);
-  create_and_map(round_to_granularity(device_, 1));
+  create_and_map(round_to_granularity(device_, type_, 1));
 }
 
 void DeviceMemory::refill() {
@@ -138,17 +166,20 @@ void DeviceMemory::reserve() {
 }
 
 void DeviceMemory::create_and_map(uint64_t bytes) {
-  const CUmemAllocationProp properties = allocation_properties(device_);
-  check(Driver::get().mem_create(&vmm_, bytes, &properties, 0), "cuMemCreate");
+  const CUmemAllocationProp properties = allocation_properties(device_, type_);
+  check_of(type_, Driver::get().mem_create(&vmm_, bytes, &properties, 0), "cuMemCreate");
   has_vmm_ = true;
   map_vmm(bytes);
 }
 
 void DeviceMemory::import_and_map(const WorkspaceHandle& handle) {
-  check(
-      Driver::get().mem_import_from_shareable_handle(&vmm_, reinterpret_cast<void*>(static_cast<uintptr_t>(handle.fd)),
-                                                     CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR),
-      "cuMemImportFromShareableHandle");
+  void* from = reinterpret_cast<void*>(static_cast<uintptr_t>(handle.fd));
+  CUmemFabricHandle fabric;
+  if (type_ == CU_MEM_HANDLE_TYPE_FABRIC) {
+    fabric = as<CUmemFabricHandle>(handle, "fabric");
+    from = &fabric;
+  }
+  check_of(type_, Driver::get().mem_import_from_shareable_handle(&vmm_, from, type_), "cuMemImportFromShareableHandle");
   has_vmm_ = true;
   map_vmm(bytes_);
 }
@@ -188,6 +219,7 @@ DeviceMemory::~DeviceMemory() {
 
 void DeviceMemory::swap(DeviceMemory& other) noexcept {
   std::swap(kind_, other.kind_);
+  std::swap(type_, other.type_);
   std::swap(device_, other.device_);
   std::swap(address_, other.address_);
   std::swap(bytes_, other.bytes_);

@@ -1,5 +1,5 @@
-// DeviceMemory: device memory that other processes can map, by VMM with POSIX file descriptors or by cudaMalloc with
-// cudaIpc handles. Used for workspaces and registered windows.
+// DeviceMemory: device memory that other processes can map, by VMM with POSIX file descriptors or fabric handles, or by
+// cudaMalloc with cudaIpc handles. Used for workspaces and registered windows.
 #pragma once
 
 #include "host/core.h"
@@ -18,11 +18,10 @@ class DeviceMemory {
   }
   ~DeviceMemory();
 
-  // Allocate at least `bytes` on `device`.
-  static DeviceMemory allocate(int device, uint64_t bytes);      // VMM
-  static DeviceMemory allocate_ipc(int device, uint64_t bytes);  // cudaMalloc
+  // Allocates at least `bytes` on `device`: by cudaMalloc for kIpc, else by VMM.
+  static DeviceMemory allocate(int device, uint64_t bytes, Sharing sharing);
   // Maps a peer's allocation of `bytes`, given the result of its export_handle(), for access by `device`.
-  static DeviceMemory map(int device, uint64_t bytes, const WorkspaceHandle& handle);
+  static DeviceMemory map(int device, uint64_t bytes, Sharing sharing, const WorkspaceHandle& handle);
 
   // The caller owns the descriptor in the result.
   WorkspaceHandle export_handle() const;
@@ -40,6 +39,8 @@ class DeviceMemory {
  private:
   enum class Kind { kNone, kVmm, kMalloc, kIpcMapping };
 
+  static DeviceMemory reserved(int device, uint64_t bytes, Sharing sharing);
+
   void swap(DeviceMemory& other) noexcept;
   void check_vmm(const char* what) const;
   void reserve();
@@ -48,6 +49,7 @@ class DeviceMemory {
   void map_vmm(uint64_t bytes);
 
   Kind kind_ = Kind::kNone;
+  CUmemAllocationHandleType type_ = CU_MEM_HANDLE_TYPE_NONE;  // of VMM memory
   int device_ = -1;
   char* address_ = nullptr;
   uint64_t bytes_ = 0;
