@@ -49,6 +49,11 @@ class _Link:
         self.heard_at = time.monotonic()
         self.has_ended = False
 
+    @property
+    def has_exited(self) -> bool:
+        """True if the connection has ended, and not because the peer has closed its communicator."""
+        return self.has_ended and not (self.state is not None and self.state.is_closed)
+
     def send(self, message: bytes) -> None:
         """Send a message. It is dropped if the peer has not taken the one before; a later heartbeat repeats the
         state."""
@@ -138,7 +143,7 @@ class LinkedBoard:
             link.receive()
         now = time.monotonic()
         found = {
-            peer: PeerStatus(link.state, now - link.heard_at, link.has_ended) for peer, link in self._links.items()
+            peer: PeerStatus(link.state, now - link.heard_at, link.has_exited) for peer, link in self._links.items()
         }
         found[self._rank] = PeerStatus(self._own, now - self._sent_at)
         return [found[rank] for rank in sorted(found)]

@@ -7,6 +7,7 @@ hosts. In some tests these are network namespaces, between which no descriptor c
 from __future__ import annotations
 
 import contextlib
+import gc
 import logging
 import os
 import signal
@@ -111,6 +112,7 @@ def test_hosts_with_networks_of_their_own(mortal_ranks: RankPool) -> None:
 
 def descriptors_left(layout: Layout) -> int:
     make(layout).close()  # what is opened once
+    gc.collect()  # and what earlier tests of this process have left
     before = len(os.listdir("/proc/self/fd"))
     for _ in range(3):
         with make(layout) as comm:
@@ -120,7 +122,7 @@ def descriptors_left(layout: Layout) -> int:
 
 
 def test_nothing_stays_open(ranks: RankPool) -> None:
-    assert ranks.run(TWO_HOSTS.world, descriptors_left, TWO_HOSTS) == [0] * TWO_HOSTS.world
+    assert max(ranks.run(TWO_HOSTS.world, descriptors_left, TWO_HOSTS)) <= 0
 
 
 # ---- Ranks that are not one group ----------------------------------------------------------------------------------
@@ -242,9 +244,18 @@ def test_a_board_shows_what_was_published_last() -> None:
     second.publish(RankState("call 2", is_closed=True))
     second.close()
     seen = first.look()[1]
-    assert (seen.is_closed, seen.has_exited) == (True, True)
+    assert (seen.is_closed, seen.has_exited) == (True, False)
     first.publish(RankState("to nobody"))
     first.close()
+
+
+def test_a_board_notices_an_end_without_a_last_state() -> None:
+    first, second = Pair().boards
+    second.publish(RankState("the last call"))
+    for link in second._links.values():
+        link.abandon()
+    seen = first.look()[1]
+    assert (seen.state, seen.has_exited) == (RankState("the last call"), True)
 
 
 def test_a_board_does_not_wait_for_a_peer_that_does_not_read() -> None:
