@@ -358,8 +358,12 @@ def talk_through_an_outage(places: list[Place]) -> None:
     place = move_to(places, TWO_HOSTS)
     with make(timeout_s=TIMEOUT_S) as comm:
         check_sum(comm)
-        dist.barrier()
-        outage = place.cut(1.5 * TIMEOUT_S) if comm.rank == TWO_HOSTS.world - 1 else None
+        # Not a barrier: some would wait for a message that was on its way when the cable was cut.
+        store, outage = dist.distributed_c10d._get_default_store(), None
+        store.set(f"ready {comm.rank}", "")
+        if comm.rank == TWO_HOSTS.world - 1:
+            store.wait([f"ready {rank}" for rank in range(TWO_HOSTS.world)])
+            outage = place.cut(1.5 * TIMEOUT_S)
         end = time.monotonic() + 1.2 * TIMEOUT_S
         while comm.all_reduce(torch.tensor([float(time.monotonic() < end)])).item() > 0:
             check_sum(comm)
