@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from llm_comm import _core
 from llm_comm.config import Config
-from llm_comm.errors import CommunicatorError, MissingRankError, RendezvousError, UnsupportedInputError
+from llm_comm.errors import CommunicatorError, UnsupportedInputError
 from llm_comm.nodes.group import WHY as WITHIN_A_NODE
 from llm_comm.nodes.group import MultiNodeGroup, set_up
 from llm_comm.nodes.topology import Topology, find_topology
@@ -39,7 +39,7 @@ from llm_comm.runtime.release import release, restore, why_not_releasable
 from llm_comm.runtime.rendezvous import Rendezvous
 from llm_comm.runtime.statistics import Stats
 from llm_comm.runtime.symmetric_heap import SymmetricHeap
-from llm_comm.runtime.workspaces import SHARING
+from llm_comm.runtime.workspaces import SHARING, UnsharedMemoryError
 
 logger = logging.getLogger("llm_comm")
 
@@ -154,21 +154,16 @@ class Communicator(AllReduceOps, GatherScatter, LinearLayers, ExpertLayers):
         #: Connections between nodes; None if all ranks are on one node.
         self._multi_node: MultiNodeGroup | None = None
         topology = find_topology(rendezvous, self.device, self.config)
-        if not rendezvous.spans_hosts:
-            return self._connect_nodes(rendezvous, topology)
         try:
             return self._connect_nodes(rendezvous, topology)
-        except MissingRankError:
-            raise
-        except RendezvousError as error:  # raised on all ranks alike: all go on
-            topology = find_topology(rendezvous, self.device, self.config, in_domains=False)
-            if topology is None or not getattr(self.config, "multi_node", True):
+        except UnsharedMemoryError as error:  # raised on all ranks alike: all go on
+            if not rendezvous.spans_hosts:
                 raise
             _clear_frames(error)
             if rendezvous.rank == 0:
                 text = "llm_comm: %s: each host is a node of its own, though an NVLink domain connects them: %s"
                 logger.warning(text, rendezvous.names.of_group, error)
-        return self._connect_nodes(rendezvous, topology)
+        return self._connect_nodes(rendezvous, find_topology(rendezvous, self.device, self.config, in_domains=False))
 
     def _connect_nodes(self, rendezvous: Rendezvous, topology: Topology | None) -> Connected | MultiNodeGroup:
         """Connect the ranks of each node, and the nodes. ``topology`` is None if all ranks are on one. Collective."""

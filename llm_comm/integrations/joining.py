@@ -152,13 +152,13 @@ def _find_topology(
         raise _lost(error) from error
     except LlmCommError as error:
         return None, error
-    if topology is None or config.multi_node:
+    if config.multi_node or not (topology or rendezvous.spans_hosts):
         return topology, None
+    where = "several hosts of an NVLink domain"
+    if topology is not None:
+        where = f"{len(topology.nodes)} nodes ({', '.join(topology.hosts)})"
     origin = config.origins.get("multi_node", "default")
-    objection = NotJoinedError(
-        f"the ranks are on {len(topology.nodes)} nodes ({', '.join(topology.hosts)}), and multi_node is false "
-        f"({origin}); {_HOW_TO_SPAN_NODES}"
-    )
+    objection = NotJoinedError(f"the ranks are on {where}, and multi_node is false ({origin}); {_HOW_TO_SPAN_NODES}")
     return topology, objection
 
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Sequence
+from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -81,44 +82,47 @@ def find_topology(
             ranks only, or equal on different machines. Raised on all ranks alike.
     """
 
-    def identity() -> dict[str, Any]:
-        domain = fabric_domain(device) if in_domains else ""
-        return {**host_identity(), "pid": os.getpid(), "node": config.node, "domain": domain}
-
-    said = with_places(rendezvous.collect("comparison of nodes", identity))
+    said = rendezvous.collect(
+        "comparison of nodes", lambda: {**host_identity(), "pid": os.getpid(), "node": config.node}
+    )
     rendezvous.names = rendezvous.names.with_processes(said)
-    topology = topology_of(said, rendezvous.rank, rendezvous.names)
-    rendezvous.spans_hosts = any(each["place"] != each["boot_id"] for each in said)
+    domains = [""] * len(said)
+    if in_domains and len({each["boot_id"] for each in said}) > 1:
+        domains = rendezvous.collect("comparison of NVLink domains", lambda: fabric_domain(device))
+    places = places_of(said, domains)
+    rendezvous.spans_hosts = places != [each["boot_id"] for each in said]
+    topology = topology_of(said, places, rendezvous.rank, rendezvous.names)
     if topology is not None:
         rendezvous.names = topology.names
     return topology
 
 
-def with_places(said: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return what the ranks have said, with ``place``: the NVLink domain that makes several hosts one node, else the
-    boot id of the host.
+def places_of(said: Sequence[dict[str, Any]], domains: Sequence[str]) -> list[str]:
+    """Return what makes ranks a node: their NVLink domains if these can be the nodes, else the boot ids of their hosts.
 
-    All ranks of the hosts must be in the domain, and few enough to share memory. Option ``node`` comes first.
+    All ranks must be in domains over several hosts, with equally many ranks in each that are few enough to share
+    memory. Option ``node`` comes first.
+
+    Args:
+        said: The ``boot_id`` and ``node`` of each rank.
+        domains: NVLink domain of each rank, or "".
     """
-    said = list(said)
-    domains: dict[str, list[dict[str, Any]]] = {}
-    for each in said:
-        domains.setdefault(each["domain"], []).append(each)
-    hosts = {domain: {each["boot_id"] for each in of_domain} for domain, of_domain in domains.items()}
-    one_node = {
-        domain
-        for domain, of_domain in domains.items()
-        if domain
-        and len(hosts[domain]) > 1
-        and len(of_domain) <= _core.max_world_size
-        and all(each["domain"] == domain for each in said if each["boot_id"] in hosts[domain])
+    hosts = [each["boot_id"] for each in said]
+    sizes = Counter(domains)
+    can_be_nodes = (
+        "" not in sizes
+        and len(set(sizes.values())) == 1
+        and max(sizes.values()) <= _core.max_world_size
+        and all(len({host for host, of in zip(hosts, domains, strict=True) if of == one}) > 1 for one in sizes)
+        # Otherwise ranks of one host would be of several nodes.
+        and len(set(zip(hosts, domains, strict=True))) == len(set(hosts))
         and all(each["node"] is None for each in said)
-    }
-    return [{**each, "place": each["domain"] if each["domain"] in one_node else each["boot_id"]} for each in said]
+    )
+    return list(domains) if can_be_nodes else hosts
 
 
-def topology_of(said: Sequence[dict[str, Any]], rank: int, names: RankNames) -> Topology | None:
-    """Compute the topology from the ``host``, ``place`` and ``node`` of each rank (``with_places``)."""
+def topology_of(said: Sequence[dict[str, Any]], places: Sequence[str], rank: int, names: RankNames) -> Topology | None:
+    """Compute the topology from the ``host``, ``boot_id`` and ``node`` of each rank, and from ``places_of`` them."""
     unnamed = [i for i, each in enumerate(said) if each["node"] is None]
     if 0 < len(unnamed) < len(said):
         named = (f"{names.full(i)}: {each['node']!r}" for i, each in enumerate(said) if each["node"] is not None)
@@ -128,7 +132,7 @@ def topology_of(said: Sequence[dict[str, Any]], rank: int, names: RankNames) -> 
         )
     nodes: dict[str, list[int]] = {}
     for i, each in enumerate(said):
-        nodes.setdefault(each["place"] if each["node"] is None else each["node"], []).append(i)
+        nodes.setdefault(places[i] if each["node"] is None else each["node"], []).append(i)
     for name, ranks in nodes.items():
         machines = {said[i]["boot_id"] for i in ranks}
         if len(machines) > 1 and said[ranks[0]]["node"] is not None:

@@ -194,7 +194,9 @@ def _watch(rendezvous: Rendezvous, core: _core.Core, timeout_s: float) -> Watchd
     except MissingRankError:
         raise
     except RendezvousError as error:  # raised on all ranks alike
-        logger.info("%s: errors will tell nothing of the other ranks: %s", rendezvous.names.of_group, error)
+        # Within a host, the end of a process also shows where its memory is mapped.
+        level = logging.WARNING if rendezvous.spans_hosts and rendezvous.rank == 0 else logging.INFO
+        logger.log(level, "%s: errors will tell nothing of the other ranks: %s", rendezvous.names.of_group, error)
     if not _core.bounded_waits:
         logger.warning("this build of llm_comm is for measuring only: its kernels wait for ever")
     watchdog = Watchdog(core, rendezvous.rank, timeout_s, board, rendezvous.names)

@@ -33,8 +33,17 @@ _BEAT_S = 0.25
 _PIECE_BYTES = 1 << 16
 #: Connections that have not been accepted, or have sent no greeting.
 _BACKLOG = 64
+#: Limits in seconds of a connection to one address, and of all connections.
+_LONGEST_TRY_S, _LONGEST_CONNECTING_S = 3.0, 20.0
 _SHORTEST_WAIT_S = 0.001
+_ANSWER = b"+"
 _SIOCGIFADDR = 0x8915  # linux/sockios.h
+#: Address for documentation (RFC 5737). No packet is sent to it.
+_ELSEWHERE = ("192.0.2.1", 9)
+
+#: Connections of this process. A forked child would keep them open after the end of this process.
+_connections: weakref.WeakSet[socket.socket] = weakref.WeakSet()
+os.register_at_fork(after_in_child=lambda: _close_all(list(_connections)))
 
 
 class _Link:
@@ -44,27 +53,29 @@ class _Link:
         connection.setblocking(False)
         self._connection = connection
         self._incoming = b""
-        self._outgoing = b""
+        #: A message of which a part has been sent, and the message after it.
+        self._outgoing, self._next = b"", b""
         self.state: RankState | None = None
         self.heard_at = time.monotonic()
+        #: The peer sends nothing more.
         self.has_ended = False
-
-    @property
-    def has_exited(self) -> bool:
-        """True if the connection has ended, and not because the peer has closed its communicator."""
-        return self.has_ended and not (self.state is not None and self.state.is_closed)
+        self._is_lost = False
+        #: The peer has no process; None if the connection was lost for another reason.
+        self.has_exited: bool | None = False
 
     def send(self, message: bytes) -> None:
-        """Send a message. It is dropped if the peer has not taken the one before; a later heartbeat repeats the
-        state."""
-        self._outgoing = self._outgoing or message
-        try:
-            sent = self._connection.send(self._outgoing)
-        except (BlockingIOError, InterruptedError):
-            return
-        except OSError:  # receive() notices the end, after what the peer has sent
-            sent = len(self._outgoing)
-        self._outgoing = self._outgoing[sent:]
+        """Send a message. If the peer does not read, the last message waits for the next call."""
+        self._next = message
+        while not self._is_lost and (self._outgoing or self._next):
+            if not self._outgoing:
+                self._outgoing, self._next = self._next, b""
+            try:
+                self._outgoing = self._outgoing[self._connection.send(self._outgoing) :]
+            except (BlockingIOError, InterruptedError):
+                return
+            except OSError as error:
+                self.receive()  # what came before, which may say that the peer has closed
+                self._lose(error)
 
     def receive(self) -> None:
         """Read what has arrived."""
@@ -73,26 +84,53 @@ class _Link:
                 data = self._connection.recv(_PIECE_BYTES)
             except (BlockingIOError, InterruptedError):
                 break
-            except OSError:
-                data = b""
+            except OSError as error:
+                self._lose(error)
+                break
             self._incoming += data
-            self.has_ended = not data
+            if not data:
+                self.has_ended = True
+                self._decode()
+                # A peer that has closed its communicator sends nothing more, but its process goes on.
+                if self.has_exited is False and not (self.state is not None and self.state.is_closed):
+                    self.has_exited = True
+        self._decode()
+
+    def _lose(self, error: OSError) -> None:
+        self.has_ended = self._is_lost = True
+        # The kernel of the peer refuses what comes for a process that has ended. Any other error is of the network.
+        self.has_exited = True if isinstance(error, ConnectionResetError | BrokenPipeError) else None
+
+    def _decode(self) -> None:
         while len(self._incoming) >= _HEAD.size:
             (length,) = _HEAD.unpack_from(self._incoming)
             end = _HEAD.size + length
             if len(self._incoming) < end:
                 break
-            self.state, self.heard_at = _decode(self._incoming[_HEAD.size : end]), time.monotonic()
+            fields = json.loads(self._incoming[_HEAD.size : end])
+            error = fields.pop("error")
+            self.state, self.heard_at = RankState(**fields, error=error and RankError(**error)), time.monotonic()
             self._incoming = self._incoming[end:]
 
-    def close(self) -> None:
-        """Close the connection. What has arrived is read first: a connection with unread data would be reset."""
+    def shut(self) -> bool:
+        """End what is sent. Return whether the peer has ended too, so that the connection can be closed."""
+        with contextlib.suppress(OSError):
+            self._connection.shutdown(socket.SHUT_WR)
         self.receive()
-        self.abandon()
+        return self.has_ended
 
-    def abandon(self) -> None:
-        """Close the connection as it is."""
+    def close(self) -> None:
         self._connection.close()
+
+
+#: Connections of closed boards, whose peers have not ended. They tell the peers when this process exits.
+_kept: set[_Link] = set()
+
+
+def _close_ended() -> None:
+    for link in [link for link in _kept if link.shut()]:
+        link.close()
+        _kept.discard(link)
 
 
 class LinkedBoard:
@@ -108,7 +146,7 @@ class LinkedBoard:
         self._links = {peer: _Link(connection) for peer, connection in connections.items()}
         self._own: RankState | None = None
         self._sent_at = 0.0
-        _boards.add(self)
+        _close_ended()
 
     @classmethod
     def open(cls, rendezvous: Rendezvous) -> LinkedBoard:
@@ -120,10 +158,12 @@ class LinkedBoard:
         with rendezvous.attempt("socket for the states of ranks", _listen, undo=socket.socket.close) as server:
             secret = secrets.token_hex(16)
             said = rendezvous.collect(
-                "addresses of the ranks", lambda: [_own_address(), server.getsockname()[1], secret]
+                "addresses of the ranks", lambda: [_own_addresses(), server.getsockname()[1], secret]
             )
             connections = rendezvous.attempt(
-                "connections between the ranks", lambda: _connect(rendezvous, server, said, secret), undo=_close_all
+                "connections between the ranks",
+                lambda: _connect(rendezvous, server, said, secret),
+                undo=lambda made: _close_all(made.values()),
             )
         return cls(rendezvous.rank, connections)
 
@@ -149,66 +189,86 @@ class LinkedBoard:
         return [found[rank] for rank in sorted(found)]
 
     def close(self) -> None:
-        """Close the connections."""
-        for link in self._links.values():
-            link.close()
-
-
-def _close_in_child() -> None:
-    for board in _boards:
-        for link in board._links.values():
-            link.abandon()
-
-
-#: Boards of this process. A forked child would keep their connections open after the end of this process.
-_boards: weakref.WeakSet[LinkedBoard] = weakref.WeakSet()
-os.register_at_fork(after_in_child=_close_in_child)
-
-
-def _decode(text: bytes) -> RankState:
-    fields = json.loads(text)
-    error = fields.pop("error")
-    return RankState(**fields, error=error and RankError(**error))
+        """Send nothing more. Connections stay open until the peers have closed theirs, or this process exits."""
+        _kept.update(self._links.values())
+        _close_ended()
 
 
 def _listen() -> socket.socket:
     if socket.has_dualstack_ipv6():
-        return socket.create_server(("", 0), family=socket.AF_INET6, backlog=_BACKLOG, dualstack_ipv6=True)
-    return socket.create_server(("", 0), backlog=_BACKLOG)
+        server = socket.create_server(("", 0), family=socket.AF_INET6, backlog=_BACKLOG, dualstack_ipv6=True)
+    else:
+        server = socket.create_server(("", 0), backlog=_BACKLOG)
+    server.setblocking(False)
+    return server
 
 
-def _own_address() -> str:
-    """Return the address by which other hosts reach this one: of the interface ``GLOO_SOCKET_IFNAME``, else of the host
-    name, as gloo's."""
+def _own_addresses() -> list[str]:
+    """Return addresses by which other hosts may reach this one: of the interface ``GLOO_SOCKET_IFNAME``, or else those
+    of the host name and of the default route, those of this host alone last."""
     interface = os.environ.get("GLOO_SOCKET_IFNAME", "").partition(",")[0]
-    if not interface:
-        return str(socket.getaddrinfo(socket.gethostname(), None, type=socket.SOCK_STREAM)[0][4][0])
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as any_socket:
-        request = struct.pack("256s", interface.encode()[:15])
-        return socket.inet_ntoa(fcntl.ioctl(any_socket, _SIOCGIFADDR, request)[20:24])
+        if interface:
+            request = struct.pack("256s", interface.encode()[:15])
+            return [socket.inet_ntoa(fcntl.ioctl(any_socket, _SIOCGIFADDR, request)[20:24])]
+        found = []
+        with contextlib.suppress(OSError):
+            found = [
+                str(each[4][0]) for each in socket.getaddrinfo(socket.gethostname(), None, type=socket.SOCK_STREAM)
+            ]
+        with contextlib.suppress(OSError):
+            any_socket.connect(_ELSEWHERE)
+            found.append(any_socket.getsockname()[0])
+    unique = [address for address in dict.fromkeys(found) if not address.lower().startswith("fe80")]
+    return sorted(unique or ["127.0.0.1"], key=lambda address: address.startswith("127.") or address == "::1")
 
 
 def _connect(
     rendezvous: Rendezvous, server: socket.socket, said: list[Any], own_secret: str
 ) -> dict[int, socket.socket]:
-    """Connect to all lower ranks, and accept a connection from each higher one."""
-    # Half of the time limit: a rank that failed early waits in the next vote for timeout_s only.
-    deadline = time.monotonic() + rendezvous.timeout_s / 2
+    """Connect to all lower ranks, and accept a connection from each higher one. Each lower rank has accepted when this
+    rank waits for its answer, or will do so once ranks below it have answered."""
+    # Half of the time limit at most: a rank that failed early waits in the next vote for timeout_s only.
+    deadline = time.monotonic() + min(rendezvous.timeout_s / 2, _LONGEST_CONNECTING_S)
     found: dict[int, socket.socket] = {}
     try:
         for peer in range(rendezvous.rank):
-            address, port, secret = said[peer]
-            found[peer] = socket.create_connection((address, port), max(deadline - time.monotonic(), _SHORTEST_WAIT_S))
-            found[peer].setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            found[peer].sendall(hello(secret, rendezvous.rank).ljust(MAX_HELLO_BYTES))
+            addresses, port, secret = said[peer]
+            greeting = hello(secret, rendezvous.rank)
+            found[peer] = _reach(rendezvous.names.full(peer), addresses, port, greeting, deadline)
         awaited = set(range(rendezvous.rank + 1, rendezvous.world_size))
         _accept(server, own_secret, awaited, found, deadline)
         if awaited:
             raise TimeoutError(f"no connection came from {rendezvous.names.each(sorted(awaited))}")
     except BaseException:
-        _close_all(found)
+        _close_all(found.values())
         raise
     return found
+
+
+def _reach(name: str, addresses: list[str], port: int, greeting: bytes, deadline: float) -> socket.socket:
+    """Connect to the first of a peer's addresses at which it answers."""
+    errors = []
+    for address in addresses:
+        left = max(deadline - time.monotonic(), _SHORTEST_WAIT_S)
+        try:
+            connection = socket.create_connection((address, port), min(left, _LONGEST_TRY_S))
+        except OSError as error:
+            errors.append(f"{address}: {error}")
+            continue
+        _connections.add(connection)
+        try:
+            connection.settimeout(left)
+            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            connection.sendall(greeting.ljust(MAX_HELLO_BYTES))
+            # Another process may listen there, say if the address is of another host too.
+            if connection.recv(1) == _ANSWER:
+                return connection
+            errors.append(f"{address}: another process answers")
+        except OSError as error:
+            errors.append(f"{address}: {error}")
+        connection.close()
+    raise ConnectionError(f"{name} cannot be reached at port {port}: {'; '.join(errors)}")
 
 
 def _accept(
@@ -216,50 +276,57 @@ def _accept(
 ) -> None:
     """Move ranks whose connection has come from ``awaited`` to ``found``, until ``deadline``. Any process may connect:
     a connection counts by its greeting, and of those without one the latest are kept."""
-    silent: dict[socket.socket, bytes] = {}
+    silent: dict[int, tuple[socket.socket, bytes]] = {}
+    poll = select.poll()
+    poll.register(server, select.POLLIN)
     try:
-        while awaited:
-            ready, _, _ = select.select([server, *silent], [], [], max(deadline - time.monotonic(), 0))
-            if not ready:
-                return
-            for each in ready:
-                if each is server:
-                    if len(silent) == _BACKLOG:
-                        oldest = next(iter(silent))
-                        del silent[oldest]
-                        oldest.close()
-                    connection, _ = server.accept()
-                    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-                    connection.setblocking(False)
-                    silent[connection] = b""
-                elif each in silent:
-                    _read_greeting(each, own_secret, silent, awaited, found)
+        while awaited and time.monotonic() < deadline:
+            for number, _ in poll.poll((deadline - time.monotonic()) * 1000):
+                if number == server.fileno():
+                    with contextlib.suppress(BlockingIOError, ConnectionAbortedError):
+                        connection, _ = server.accept()
+                        _connections.add(connection)
+                        connection.setblocking(False)
+                        if len(silent) == _BACKLOG:
+                            oldest = next(iter(silent))
+                            poll.unregister(oldest)
+                            silent.pop(oldest)[0].close()
+                        silent[connection.fileno()] = connection, b""
+                        poll.register(connection, select.POLLIN)
+                elif number in silent:
+                    _read_greeting(poll, number, silent, own_secret, awaited, found)
     finally:
-        for connection in silent:
-            connection.close()
+        _close_all(connection for connection, _ in silent.values())
 
 
 def _read_greeting(
-    connection: socket.socket,
+    poll: select.poll,
+    number: int,
+    silent: dict[int, tuple[socket.socket, bytes]],
     own_secret: str,
-    silent: dict[socket.socket, bytes],
     awaited: set[int],
     found: dict[int, socket.socket],
 ) -> None:
+    connection, before = silent[number]
     data = b""
     with contextlib.suppress(OSError):
-        data = connection.recv(MAX_HELLO_BYTES - len(silent[connection]))
-    silent[connection] += data
-    if data and len(silent[connection]) < MAX_HELLO_BYTES:
+        data = connection.recv(MAX_HELLO_BYTES - len(before))
+    silent[number] = connection, before + data
+    if data and len(before + data) < MAX_HELLO_BYTES:
         return
-    sender = sender_of(silent.pop(connection).rstrip(), own_secret)
+    poll.unregister(number)
+    del silent[number]
+    sender = sender_of((before + data).rstrip(), own_secret)
     if sender is None or sender not in awaited:
         connection.close()
-    else:
-        awaited.remove(sender)
-        found[sender] = connection
+        return
+    with contextlib.suppress(OSError):  # the board notices a peer that has gone
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        connection.send(_ANSWER)
+    awaited.remove(sender)
+    found[sender] = connection
 
 
-def _close_all(connections: dict[int, socket.socket]) -> None:
-    for connection in connections.values():
+def _close_all(connections: Any) -> None:
+    for connection in connections:
         connection.close()

@@ -77,7 +77,7 @@ def link_matrix(uuids: Sequence[str]) -> list[list[str]]:
 def fabric_domain(device: torch.device) -> str:
     """Return the NVLink domain of a GPU: the UUID of its cluster and its clique in it, in which GPUs reach each other's
     memory. "" outside of a domain, as on hosts with switches of their own, and where NVML does not tell."""
-    if device.type != "cuda" or importlib.util.find_spec("pynvml") is None:
+    if device.type != "cuda":
         return ""
     try:
         pynvml = importlib.import_module("pynvml")

@@ -12,6 +12,11 @@ from llm_comm.runtime.rendezvous import Rendezvous
 
 logger = logging.getLogger("llm_comm")
 
+
+class UnsharedMemoryError(RendezvousError):
+    """The ranks cannot share memory in any of the ways that were tried. Raised on all ranks alike."""
+
+
 #: How memory of each kind is shared, by the names of ``Communicator.memory_kind``.
 SHARING: dict[str, _core.Sharing] = {
     "VMM": "descriptor",
@@ -41,7 +46,7 @@ def map_workspaces(rendezvous: Rendezvous, core: _core.Core, kinds: tuple[str, .
     The kinds are tried in order. If one fails on a rank, all ranks go on to the next one.
 
     Raises:
-        RendezvousError: Memory cannot be allocated or shared. Raised on all ranks alike.
+        UnsharedMemoryError: Memory cannot be allocated or shared. Raised on all ranks alike.
     """
     why_not: list[str] = []
     for kind in kinds:
@@ -55,7 +60,7 @@ def map_workspaces(rendezvous: Rendezvous, core: _core.Core, kinds: tuple[str, .
         except RendezvousError as error:  # raised on all ranks alike: all go on
             logger.info("memory cannot be shared by %s here: %s", kind, error)
             why_not.append(f"by {kind}: {error}")
-    raise RendezvousError(f"memory cannot be shared. {'. '.join(why_not)}")
+    raise UnsharedMemoryError(f"memory cannot be shared. {'. '.join(why_not)}")
 
 
 def share_memory(
@@ -102,9 +107,8 @@ def check_reachable(rendezvous: Rendezvous, core: _core.Core) -> None:
     bridge that blocks P2P.
 
     Raises:
-        RendezvousError: The stores of a rank do not arrive. Raised on all ranks alike.
+        UnsharedMemoryError: The stores of a rank do not arrive. Raised on all ranks alike.
     """
-    rendezvous.attempt("peer-to-peer write", core.send_marks)
 
     def look() -> None:
         unseen = core.peers_unseen()
@@ -112,4 +116,10 @@ def check_reachable(rendezvous: Rendezvous, core: _core.Core) -> None:
             whose = rendezvous.names.each(unseen)
             raise RuntimeError(f"stores of {whose} did not arrive: the devices cannot write to each other")
 
-    rendezvous.attempt("peer-to-peer test", look)
+    try:
+        rendezvous.attempt("peer-to-peer write", core.send_marks)
+        rendezvous.attempt("peer-to-peer test", look)
+    except MissingRankError:
+        raise
+    except RendezvousError as error:
+        raise UnsharedMemoryError(str(error)) from error

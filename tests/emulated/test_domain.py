@@ -7,6 +7,7 @@ hosts. In some tests these are network namespaces, between which no descriptor c
 from __future__ import annotations
 
 import contextlib
+import errno
 import gc
 import logging
 import os
@@ -30,8 +31,9 @@ from reference import ALGORITHMS, assert_is_sum, contributions
 from test_nodes_networks import move_to
 from test_rendezvous import same_on_all
 
-from llm_comm import Communicator, PeerTimeout, RendezvousError, _core
+from llm_comm import Communicator, PeerTimeout, _core
 from llm_comm.config import EngineOptions
+from llm_comm.integrations.joining import NotJoinedError, join
 from llm_comm.nodes import topology
 from llm_comm.runtime import linked_status
 from llm_comm.runtime.status import RankState
@@ -114,15 +116,16 @@ def descriptors_left(layout: Layout) -> int:
     make(layout).close()  # what is opened once
     gc.collect()  # and what earlier tests of this process have left
     before = len(os.listdir("/proc/self/fd"))
-    for _ in range(3):
+    for _ in range(6):
         with make(layout) as comm:
             comm.all_reduce(torch.ones(10))
     del comm
     return len(os.listdir("/proc/self/fd")) - before
 
 
-def test_nothing_stays_open(ranks: RankPool) -> None:
-    assert max(ranks.run(TWO_HOSTS.world, descriptors_left, TWO_HOSTS)) <= 0
+def test_little_stays_open(ranks: RankPool) -> None:
+    # The connections of the last communicator, until the peers have closed theirs.
+    assert max(ranks.run(TWO_HOSTS.world, descriptors_left, TWO_HOSTS)) < TWO_HOSTS.world
 
 
 # ---- Ranks that are not one group ----------------------------------------------------------------------------------
@@ -163,19 +166,14 @@ def failing(step: str, rank: int) -> Iterator[None]:
         yield
 
 
-def go_on_as_nodes(step: str, engine: bool) -> tuple[int, str]:
+def go_on_as_nodes(step: str) -> tuple[int, str]:
     said: list[str] = []
     handler = logging.Handler()
     handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
     logging.getLogger("llm_comm").addHandler(handler)
-    with failing(step, 1), as_hosts(TWO_HOSTS):
-        if engine:
-            with pytest.raises(RendezvousError) as caught:
-                Communicator(dist.group.WORLD, "cpu", EngineOptions.load({}))
-            return 0, str(caught.value)
-        with make_communicator(multi_node=True) as comm:
-            check_sum(comm)
-            nodes = comm.nodes
+    with failing(step, 1), as_hosts(TWO_HOSTS), make_communicator() as comm:
+        check_sum(comm)
+        nodes = comm.nodes
     logging.getLogger("llm_comm").removeHandler(handler)
     found = [text for text in said if "each host is a node of its own" in text]
     assert len(found) == (dist.get_rank() == 0), said
@@ -184,15 +182,28 @@ def go_on_as_nodes(step: str, engine: bool) -> tuple[int, str]:
 
 @pytest.mark.parametrize("step", ["create_workspace", "map_peer"])
 def test_without_fabric_handles_hosts_are_nodes(ranks: RankPool, step: str) -> None:
-    told = ranks.run(TWO_HOSTS.world, go_on_as_nodes, step, False)
+    told = ranks.run(TWO_HOSTS.world, go_on_as_nodes, step)
     assert {nodes for nodes, _ in told} == {2}
     assert "rank 1" in told[0][1]
     assert "operation not permitted" in told[0][1]
 
 
-def test_an_engine_without_nodes_is_told_why_there_is_no_group(ranks: RankPool) -> None:
-    texts = [text for _, text in ranks.run(TWO_HOSTS.world, go_on_as_nodes, "create_workspace", True)]
-    assert "by POSIX shared memory by name: allocation of the workspace failed" in unnamed(same_on_all(texts))
+def join_as_an_engine(multi_node: bool) -> str:
+    with as_hosts(TWO_HOSTS):
+        try:
+            with join(
+                dist.group.WORLD, torch.device("cpu"), lambda: EngineOptions.load({}, multi_node=multi_node)
+            ) as comm:
+                check_sum(comm)
+                return comm.memory_kind
+        except NotJoinedError as error:
+            return str(error)
+
+
+def test_an_engine_uses_a_domain_on_request(ranks: RankPool) -> None:
+    assert set(ranks.run(TWO_HOSTS.world, join_as_an_engine, True)) == {KIND}
+    text = same_on_all(ranks.run(TWO_HOSTS.world, join_as_an_engine, False))
+    assert "the ranks are on several hosts of an NVLink domain, and multi_node is false" in text
 
 
 # ---- States of ranks -----------------------------------------------------------------------------------------------
@@ -245,17 +256,39 @@ def test_a_board_shows_what_was_published_last() -> None:
     second.close()
     seen = first.look()[1]
     assert (seen.is_closed, seen.has_exited) == (True, False)
+    # The process of the other rank ends: its connection with it.
+    (kept,) = linked_status._kept
+    kept.close()
+    linked_status._kept.clear()
     first.publish(RankState("to nobody"))
+    seen = first.look()[1]
+    assert (seen.is_closed, seen.has_exited) == (True, True)
     first.close()
+    assert not linked_status._kept
 
 
 def test_a_board_notices_an_end_without_a_last_state() -> None:
     first, second = Pair().boards
     second.publish(RankState("the last call"))
     for link in second._links.values():
-        link.abandon()
+        link.close()
     seen = first.look()[1]
     assert (seen.state, seen.has_exited) == (RankState("the last call"), True)
+
+
+@pytest.mark.parametrize("call", ["send", "recv"])
+def test_a_network_that_fails_is_no_exit(call: str) -> None:
+    first, second = Pair().boards
+    second.publish(RankState("alive"))
+    (link,) = first._links.values()
+    failing_call = mock.Mock(side_effect=OSError(errno.ETIMEDOUT, "timed out"))
+    real = link._connection
+    link._connection = mock.Mock(wraps=real, **{call: failing_call})
+    first.publish(RankState("anything"))
+    for _ in range(2):
+        assert first.look()[1].has_exited is None
+        first.publish(RankState("more"))
+    real.close()
 
 
 def test_a_board_does_not_wait_for_a_peer_that_does_not_read() -> None:

@@ -34,7 +34,7 @@ SAFE = re.compile(
     |logger\.\w+|quoted|_?in_words|_?_fit|_?together|check_alike|math\.prod|contextlib\.suppress|secrets\.token_hex
     |.*\.(append|items|join|keys|values|get|pop|replace|_replace|upper|core|core_of_released|check_one_node|describe)
     |(self\._)?layout\.\w+|cls|torch\.(empty|get_default_dtype)|_core\.bytes_of_\w+|devices\.make_limits|programs\.named_by|topology_of|_symmetric_offset
-    |with_places|ways_to_share|kind_of_transport|Config\.load|served_device|sums_in_rank_order|_dead_on_all|_shared_gpus|functools\.partial
+    |places_of|ways_to_share|kind_of_transport|Config\.load|served_device|sums_in_rank_order|_dead_on_all|_shared_gpus|functools\.partial
     |(NotJoinedError|Agreed|Channels|Compared|Compiled|Connected|CoreHandle|LlmCommAllReduce|Multicast|Planner|planner_of|Rendezvous
       |Site|SymmetricHeap|ThreadPoolExecutor|Watchdog|Workspace)
     # Rows of what ranks have said, and objects that only keep what they are given.

@@ -10,7 +10,7 @@ from harness import names_of_world, unnamed
 
 from llm_comm import _core
 from llm_comm.errors import RendezvousError
-from llm_comm.nodes.topology import Topology, topology_of, with_places
+from llm_comm.nodes.topology import Topology, places_of, topology_of
 
 
 def said(
@@ -24,14 +24,15 @@ def said(
         domains: NVLink domains, by machine.
     """
     names, domains = names or {}, domains or {}
-    return with_places(
+    return [
         {"host": f"host-{machine}", "boot_id": machine, "node": names.get(rank), "domain": domains.get(machine, "")}
         for rank, machine in enumerate(machines)
-    )
+    ]
 
 
 def place_of(everyone: list[dict[str, Any]], rank: int) -> Topology | None:
-    return topology_of(everyone, rank, names_of_world(len(everyone)))
+    places = places_of(everyone, [each["domain"] for each in everyone])
+    return topology_of(everyone, places, rank, names_of_world(len(everyone)))
 
 
 def placed(everyone: list[dict[str, Any]], rank: int) -> Topology:
@@ -117,4 +118,16 @@ def test_a_domain_does_not_join_hosts_where_it_cannot() -> None:
     assert len(placed(named, 0).nodes) == 2
     some = said(*"aabb", domains={"a": "x/1", "b": "x/1"})
     some[3]["domain"] = ""
-    assert len(placed(with_places(some), 0).nodes) == 2
+    assert len(placed(some, 0).nodes) == 2
+    # Hosts of two domains, of which one host has a rank of each.
+    mixed = said(*"aabb", domains={"a": "x/1", "b": "x/1"})
+    mixed[1]["domain"] = mixed[2]["domain"] = "y/1"
+    assert len(placed(mixed, 0).nodes) == 2
+
+
+def test_hosts_are_nodes_where_domains_would_be_uneven() -> None:
+    """What was served without domains is served with them."""
+    for domains in ({"a": "x/1", "b": "x/1"}, {"a": "x/1", "b": "x/1", "c": "y/1"}):
+        assert placed(said(*"aabbcc", domains=domains), 0).nodes == ((0, 1), (2, 3), (4, 5))
+    alone = {"a": "x/1", "b": "x/1", "c": "y/1"}
+    assert len(placed(said(*"abcc", domains=alone, names=dict(enumerate("pqrs"))), 0).nodes) == 4

@@ -69,6 +69,8 @@ def _is_served(method: Any, layer: Any, dispatch_output: Any) -> bool:
     """Return whether llm_comm computes what ``method`` would, apart from shapes and dtypes."""
     return (
         method.runner.runner_backend.is_triton()
+        # Rows of gate and up in turn: in 0.5.22 and later, with SGLANG_OPT_FUSE_SWIGLU_INTERLEAVED.
+        and not getattr(method, "w13_swiglu_interleaved", False)
         and getattr(layer, "w13_weight_bias", None) is None
         and getattr(layer, "w2_weight_bias", None) is None
         and isinstance(dispatch_output, StandardDispatchOutput)

@@ -211,6 +211,7 @@ ROWS = (
     *digest_rows(
         EXPERTS,
         f"{_UNQUANTIZED}:UnquantizedFusedMoEMethod.forward_cuda",
+        f"{_UNQUANTIZED}:UnquantizedFusedMoEMethod.process_weights_after_loading",
         f"{_DISPATCHER}:StandardDispatchOutput",
         f"{_DISPATCHER}:StandardCombineInput",
         "sglang.srt.layers.moe.topk:StandardTopKOutput",

@@ -133,6 +133,9 @@ def what_llm_comm_does_not_compute_is_left_to_sglang() -> None:
             with mock.patch.object(layer, name, torch.zeros(1), create=True):
                 check(method, layer, given)
             assert runner.tokens.pop() == 4, name
+        with mock.patch.object(method, "w13_swiglu_interleaved", True, create=True):
+            check(method, layer, given)
+        assert runner.tokens.pop() == 4
         with mock.patch.object(runner, "runner_backend", backends.MoeRunnerBackend.DEEP_GEMM):
             deep_gemm = {f"{_MOE}.moe_runner.deep_gemm": SimpleNamespace(DeepGemmMoeQuantInfo=SimpleNamespace)}
             environment = SimpleNamespace(SGLANG_DEEPEP_BF16_DISPATCH=SimpleNamespace(get=no))
