@@ -44,6 +44,7 @@ OTHERS: dict[str, Any] = {
     "pdl": False,
     "fuse": False,
     "fuse_linear": True,
+    "fuse_experts": True,
     "tune_at_start": 5.0,
     "all_gather": False,
     "reduce_scatter": False,

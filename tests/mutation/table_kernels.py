@@ -312,7 +312,6 @@ KERNELS = (
         FUSED_BLOCKS,
     ),
     cpp("scales of missing rows stay as they were", RMS_NORM, "last + 1 != args_.call_rows", "true", FUSED_BLOCKS),
-    cpp("every launch clears the rows behind its own", RMS_NORM, "last + 1 != args_.call_rows", "false", FUSED_BLOCKS),
     cpp("scales of missing blocks stay as they were", RMS_NORM, "block + 1 != blocks", "true", FUSED_BLOCKS),
     cpp(
         "a launch begins at row 0",
