@@ -229,9 +229,23 @@ RUNTIME: tuple[Mutant, ...] = (
     python(
         "ranks may differ in machine",
         TOPOLOGY,
-        'each["boot_id"] if each["node"] is None',
+        'places[i] if each["node"] is None',
         '"here" if each["node"] is None',
         "tests/unit/test_topology.py",
+    ),
+    python(
+        "domains of other sizes are nodes",
+        TOPOLOGY,
+        "len(set(sizes.values())) == 1",
+        "True",
+        "tests/unit/test_topology.py",
+    ),
+    python(
+        "an error of the network is the exit of a peer",
+        "llm_comm/runtime/linked_status.py",
+        "True if isinstance(error, ConnectionResetError | BrokenPipeError) else None",
+        "True",
+        "tests/emulated/test_domain.py",
     ),
     *(
         python(f"ranks may differ in {what}", COMPARISON, f'other["{what}"] for other', "0 for other", OF_COMPARISON)
