@@ -129,5 +129,7 @@ def test_hosts_are_nodes_where_domains_would_be_uneven() -> None:
     """What was served without domains is served with them."""
     for domains in ({"a": "x/1", "b": "x/1"}, {"a": "x/1", "b": "x/1", "c": "y/1"}):
         assert placed(said(*"aabbcc", domains=domains), 0).nodes == ((0, 1), (2, 3), (4, 5))
+    of_two = dict(zip("abcde", ("x/1", "x/1", "x/1", "y/1", "y/1"), strict=True))
+    assert len(placed(said(*"aabbccddee", domains=of_two), 0).nodes) == 5
     alone = {"a": "x/1", "b": "x/1", "c": "y/1"}
     assert len(placed(said(*"abcc", domains=alone, names=dict(enumerate("pqrs"))), 0).nodes) == 4
