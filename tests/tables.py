@@ -18,6 +18,17 @@ from llm_comm.planning.tables import ALL_GATHER, ALL_REDUCE, FUSED, REDUCE_SCATT
 #: ahead or not.
 VARIANTS = tuple(itertools.product(ALGORITHMS, (1, 2, 5), (1, 4, 32), (0, 1, 3)))
 
+#: Launches of the fused LL kernels, as (blocks, threads, cluster, depth): blocks that take a row in one tile and in
+#: several, alone and in clusters, with tiles sent ahead or not.
+FUSED_LAUNCHES = (
+    (1, 64, 1, 3),
+    (2, 512, 1, 1),
+    (8, 64, 2, 0),
+    (16, 256, 16, 3),
+    (24, 1024, 8, 0),
+    (64, 128, 4, 0),
+)
+
 #: By how much a message grows from one row of `table_of_all_variants` to the next.
 STEP_BYTES = 992
 
@@ -44,6 +55,11 @@ def plain_row(up_to: int, algorithm: str, blocks: int, tile_lines: int, depth: i
 def fused_row(up_to: int, algorithm: str, blocks: int, threads: int, cluster: int, depth: int) -> Row:
     """A row of the LL all-reduce + RMSNorm."""
     return Row(up_to, FUSED, algorithm, "LL", blocks=blocks, threads=threads, cluster=cluster, depth=depth)
+
+
+def fused_rows() -> tuple[Row, ...]:
+    """A row for every algorithm and launch of ``FUSED_LAUNCHES``."""
+    return tuple(fused_row(1, algorithm, *launch) for algorithm in ALGORITHMS for launch in FUSED_LAUNCHES)
 
 
 def write_table(path: Path, rows: list[Row], **fields: Any) -> Path:

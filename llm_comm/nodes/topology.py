@@ -81,7 +81,6 @@ def find_topology(
         RendezvousError: Nodes have different numbers of ranks, or one has too many; ``Config.node`` is set on some
             ranks only, or equal on different machines. Raised on all ranks alike.
     """
-
     said = rendezvous.collect(
         "comparison of nodes", lambda: {**host_identity(), "pid": os.getpid(), "node": config.node}
     )

@@ -194,7 +194,7 @@ def _watch(rendezvous: Rendezvous, core: _core.Core, timeout_s: float) -> Watchd
     except MissingRankError:
         raise
     except RendezvousError as error:  # raised on all ranks alike
-        # Within a host, the end of a process also shows where its memory is mapped.
+        # Between hosts it is a matter of addresses and routes, which an operator can mend.
         level = logging.WARNING if rendezvous.spans_hosts and rendezvous.rank == 0 else logging.INFO
         logger.log(level, "%s: errors will tell nothing of the other ranks: %s", rendezvous.names.of_group, error)
     if not _core.bounded_waits:

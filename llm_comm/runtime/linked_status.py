@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
-import json
 import os
 import secrets
 import select
@@ -18,12 +17,11 @@ import socket
 import struct
 import time
 import weakref
-from dataclasses import asdict
 from typing import Any
 
 from llm_comm.runtime.descriptors import MAX_HELLO_BYTES, hello, sender_of
 from llm_comm.runtime.rendezvous import Rendezvous
-from llm_comm.runtime.status import PeerStatus, RankError, RankState, fitting
+from llm_comm.runtime.status import PeerStatus, RankState, decode, encode
 
 #: Length in bytes of the state that follows, as JSON.
 _HEAD = struct.Struct("!I")
@@ -88,13 +86,11 @@ class _Link:
                 self._lose(error)
                 break
             self._incoming += data
-            if not data:
-                self.has_ended = True
-                self._decode()
-                # A peer that has closed its communicator sends nothing more, but its process goes on.
-                if self.has_exited is False and not (self.state is not None and self.state.is_closed):
-                    self.has_exited = True
+            self.has_ended = not data
         self._decode()
+        # A peer that has closed its communicator sends nothing more, but its process goes on.
+        if self.has_ended and not self._is_lost and not (self.state is not None and self.state.is_closed):
+            self.has_exited = True
 
     def _lose(self, error: OSError) -> None:
         self.has_ended = self._is_lost = True
@@ -107,9 +103,7 @@ class _Link:
             end = _HEAD.size + length
             if len(self._incoming) < end:
                 break
-            fields = json.loads(self._incoming[_HEAD.size : end])
-            error = fields.pop("error")
-            self.state, self.heard_at = RankState(**fields, error=error and RankError(**error)), time.monotonic()
+            self.state, self.heard_at = decode(self._incoming[_HEAD.size : end]), time.monotonic()
             self._incoming = self._incoming[end:]
 
     def shut(self) -> bool:
@@ -173,7 +167,7 @@ class LinkedBoard:
         if state == self._own and now - self._sent_at < _BEAT_S:
             return
         self._own, self._sent_at = state, now
-        text = json.dumps(asdict(fitting(state))).encode()
+        text = encode(state)
         for link in self._links.values():
             link.send(_HEAD.pack(len(text)) + text)
 

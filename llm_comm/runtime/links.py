@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import importlib
 import importlib.util
 import logging
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -80,14 +81,9 @@ def fabric_domain(device: torch.device) -> str:
     if device.type != "cuda":
         return ""
     try:
-        pynvml = importlib.import_module("pynvml")
-        pynvml.nvmlInit()
-        try:
-            gpu = pynvml.nvmlDeviceGetHandleByUUID(gpu_name(device))
+        with _nvml() as pynvml:
             info = pynvml.c_nvmlGpuFabricInfo_v2_t()
-            pynvml.nvmlDeviceGetGpuFabricInfoV(gpu, ctypes.byref(info))
-        finally:
-            pynvml.nvmlShutdown()
+            pynvml.nvmlDeviceGetGpuFabricInfoV(pynvml.nvmlDeviceGetHandleByUUID(gpu_name(device)), ctypes.byref(info))
     except Exception as error:  # pynvml has exceptions of its own; older ones lack the call
         logger.debug("llm_comm: the NVLink domain of the GPU is unknown: %s", error)
         return ""
@@ -105,14 +101,21 @@ def parse_topology(text: str) -> list[list[str]]:
     return [row[1 : 1 + len(rows)] for row in rows]
 
 
-def _links_from_nvml(uuids: Sequence[str]) -> list[list[str]]:
+@contextlib.contextmanager
+def _nvml() -> Iterator[Any]:
+    """Module pynvml, with NVML initialized."""
     pynvml = importlib.import_module("pynvml")
     pynvml.nvmlInit()
     try:
-        gpus = [pynvml.nvmlDeviceGetHandleByUUID(uuid) for uuid in uuids]
-        return [[_link_from_nvml(pynvml, a, b, gpus) for b in gpus] for a in gpus]
+        yield pynvml
     finally:
         pynvml.nvmlShutdown()
+
+
+def _links_from_nvml(uuids: Sequence[str]) -> list[list[str]]:
+    with _nvml() as pynvml:
+        gpus = [pynvml.nvmlDeviceGetHandleByUUID(uuid) for uuid in uuids]
+        return [[_link_from_nvml(pynvml, a, b, gpus) for b in gpus] for a in gpus]
 
 
 def _link_from_nvml(nvml: Any, a: Any, b: Any, gpus: Sequence[Any]) -> str:

@@ -130,7 +130,7 @@ class StatusBoard:
 
     def publish(self, state: RankState) -> None:
         """Write the state of this rank and a new heartbeat."""
-        text = json.dumps(asdict(fitting(state))).encode()
+        text = encode(state)
         head = _HEAD.pack(len(text), zlib.crc32(text))
         self._own[_BEAT.size : _STATE_OFFSET + len(text)] = head + text
         # One slice assignment: peers read meanwhile, and pack_into would write zeros first.
@@ -179,7 +179,19 @@ def fit(text: str, most: int = _MAX_TEXT) -> str:
     return text
 
 
-def fitting(state: RankState) -> RankState:
+def encode(state: RankState) -> bytes:
+    """Return a state as JSON that fits a page. Long texts are cut."""
+    return json.dumps(asdict(_fitting(state))).encode()
+
+
+def decode(text: bytes) -> RankState:
+    """Return the state of ``encode``."""
+    fields = json.loads(text)
+    error = fields.pop("error")
+    return RankState(**fields, error=error and RankError(**error))
+
+
+def _fitting(state: RankState) -> RankState:
     """Cut the texts of a state so that it fits a page. Remarks and brief forms may name all ranks of other nodes."""
     error = state.error and replace(state.error, text=fit(state.error.text), brief=fit(state.error.brief, _MAX_WORDS))
     last_call, remark = fit(state.last_call, _MAX_WORDS), fit(state.remark, _MAX_WORDS)
@@ -192,7 +204,5 @@ def _read(page: mmap.mmap, now: float, has_exited: bool | None) -> PeerStatus:
         length, checksum = _HEAD.unpack_from(page, _BEAT.size)
         text = page[_STATE_OFFSET : _STATE_OFFSET + length]
         if length > 0 and zlib.crc32(text) == checksum:
-            fields = json.loads(text)
-            error = fields.pop("error")
-            return PeerStatus(RankState(**fields, error=error and RankError(**error)), now - beat, has_exited)
+            return PeerStatus(decode(text), now - beat, has_exited)
     return PeerStatus(None, now - beat, has_exited)

@@ -15,7 +15,6 @@ from fused_reference import (
     FP8,
     FUSED_DTYPES,
     GROUPS,
-    TYPES_AND_WORLDS,
     assert_normed,
     canonical,
     check_call,
@@ -28,6 +27,7 @@ from fused_reference import (
     scales_of,
     special_rows,
 )
+from fused_worlds import communicators, every_dtype, types_and_worlds
 from harness import RankPool, make_communicator
 from reference import ALGORITHMS, assert_bitwise_equal, assert_is_sum, contributions
 from tables import fused_row, write_fused_table
@@ -35,25 +35,15 @@ from tables import fused_row, write_fused_table
 from llm_comm import Communicator, UnsupportedInputError
 from llm_comm.planning.tables import FUSED, Row
 
-types_and_worlds = pytest.mark.parametrize(
-    ("dtype", "world"), TYPES_AND_WORLDS, ids=lambda value: str(value).removeprefix("torch.")
-)
-every_dtype = pytest.mark.parametrize("dtype", FUSED_DTYPES, ids=lambda dtype: str(dtype).removeprefix("torch."))
 every_algorithm = pytest.mark.parametrize("algorithm", ALGORITHMS)
 some_worlds = pytest.mark.parametrize("world", [2, 3, 8])
 #: (rows, hidden)
 SHAPES = ((1, 8), (3, 24), (1, 64), (2, 72), (5, 512), (1, 2880), (3, 5120), (2, 8192), (1, 16384))
 
 
-def communicators(**options: object) -> Iterator[tuple[int, int, Communicator, str]]:
-    """On a rank: (rank, world, communicator, algorithm) for every algorithm."""
-    for algorithm in ALGORITHMS:
-        with make_communicator(algorithm=algorithm, **options) as comm:
-            yield dist.get_rank(), dist.get_world_size(), comm, algorithm
-
-
 def check_shapes(dtype: torch.dtype) -> None:
-    for _, world, comm, algorithm in communicators():
+    for comm, algorithm in communicators():
+        world = comm.world_size
         for rows, hidden in SHAPES:
             inputs = rows_of(world, rows, hidden, dtype)
             residual, weight = operands_of(rows, hidden, dtype)
@@ -121,7 +111,8 @@ def test_bits_do_not_depend_on_the_launch(ranks: RankPool, world: int, rows: int
 
 
 def check_chunks(dtype: torch.dtype) -> None:
-    for _, world, comm, algorithm in communicators(workspace_bytes=1 << 20):
+    for comm, algorithm in communicators(workspace_bytes=1 << 20):
+        world = comm.world_size
         hidden = 4096
         residual, weight = operands_of(1, hidden, dtype)
         chunk = comm.plan_all_reduce_add_rms_norm(residual, weight).chunk_rows
@@ -158,7 +149,8 @@ def assert_untouched_outside(buffer: torch.Tensor, inside: torch.Tensor, what: s
 
 
 def check_alignment(dtype: torch.dtype, rows: int, hidden: int) -> None:
-    for rank, world, comm, algorithm in communicators():
+    for comm, algorithm in communicators():
+        rank, world = comm.rank, comm.world_size
         inputs = rows_of(world, rows, hidden, dtype)
         residual, weight = operands_of(rows, hidden, dtype)
         expected = new_residual_of(inputs, residual)
@@ -245,7 +237,8 @@ def check_dynamic(
 
 
 def check_quantization(dtype: torch.dtype) -> None:
-    for rank, world, comm, algorithm in communicators():
+    for comm, algorithm in communicators():
+        rank, world = comm.rank, comm.world_size
         for rows, hidden in ((1, 8), (3, 72), (4, 512), (1, 8192)):
             inputs = rows_of(world, rows, hidden, dtype)
             residual, weight = operands_of(rows, hidden, dtype)
@@ -411,7 +404,8 @@ def test_special_values_in_tiles_of_rows(ranks: RankPool, dtype: torch.dtype) ->
 
 
 def check_special_values(dtype: torch.dtype) -> None:
-    for _, world, comm, algorithm in communicators():
+    for comm, algorithm in communicators():
+        world = comm.world_size
         inputs = special_rows(world, dtype, 40)
         residual, weight = operands_of(len(inputs[0]), 40, dtype)
         for _ in range(2):
@@ -428,7 +422,8 @@ def test_special_values(ranks: RankPool, world: int, dtype: torch.dtype) -> None
 
 
 def check_extremes(dtype: torch.dtype) -> None:
-    for _, world, comm, algorithm in communicators():
+    for comm, algorithm in communicators():
+        world = comm.world_size
         zeros = torch.zeros(2, 48, dtype=dtype)
         _, weight = operands_of(2, 48, dtype)
         check_call(comm, [-zeros] * world, -zeros, weight, f"{algorithm}, -0.0")

@@ -4,7 +4,6 @@ quantization returns."""
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
 
 import pytest
 import torch
@@ -15,8 +14,6 @@ from fused_reference import (
     E2M1,
     EPS,
     FP8,
-    FUSED_DTYPES,
-    TYPES_AND_WORLDS,
     canonical,
     fp4_codes,
     in_blocks,
@@ -25,18 +22,15 @@ from fused_reference import (
     rows_of,
     special_rows,
 )
+from fused_worlds import communicators, every_dtype, types_and_worlds
 from harness import RankPool, make_communicator
-from reference import ALGORITHMS, assert_bitwise_equal
-from tables import fused_row
+from reference import assert_bitwise_equal
+from tables import fused_rows
 
 from llm_comm import Communicator, UnsupportedInputError
 from llm_comm.operations.fp8 import CODES
 from llm_comm.planning.tables import FUSED, Row
 
-types_and_worlds = pytest.mark.parametrize(
-    ("dtype", "world"), TYPES_AND_WORLDS, ids=lambda value: str(value).removeprefix("torch.")
-)
-every_dtype = pytest.mark.parametrize("dtype", FUSED_DTYPES, ids=lambda dtype: str(dtype).removeprefix("torch."))
 #: (rows, hidden): one block, blocks and rows that are no multiple of a tile of scales, and rows of a model.
 SHAPES = ((1, 32), (3, 96), (130, 160), (5, 1024), (1, 7168), (2, 2208))
 GUARD = 0xA5
@@ -77,12 +71,6 @@ def check_blocks(
     assert torch.equal(as_bytes(found), torch.where(values == 0xFF, 0x7F, values) if not is_fp4 else values), what
 
 
-def communicators(**options: object) -> Iterator[tuple[Communicator, str]]:
-    for algorithm in ALGORITHMS:
-        with make_communicator(algorithm=algorithm, **options) as comm:
-            yield comm, algorithm
-
-
 def check_shapes(dtype: torch.dtype) -> None:
     for comm, algorithm in communicators():
         for number, (rows, hidden) in enumerate(SHAPES):
@@ -102,26 +90,11 @@ def test_values_and_scales(ranks: RankPool, world: int, dtype: torch.dtype) -> N
     ranks.run(world, check_shapes, dtype)
 
 
-#: Blocks that take a row in one tile and in several, alone and in clusters, with tiles sent ahead or not.
-VARIANTS = tuple(
-    fused_row(1, algorithm, blocks, threads, cluster, depth)
-    for algorithm in ALGORITHMS
-    for blocks, threads, cluster, depth in (
-        (1, 64, 1, 3),
-        (2, 512, 1, 1),
-        (8, 64, 2, 0),
-        (16, 256, 16, 3),
-        (24, 1024, 8, 0),
-        (64, 128, 4, 0),
-    )
-)
-
-
 def check_variants(rows: int, hidden: int) -> None:
     inputs = rows_of(dist.get_world_size(), rows, hidden, torch.bfloat16)
     residual, weight = operands_of(rows, hidden, torch.bfloat16)
     with make_communicator() as comm:
-        for row in VARIANTS:
+        for row in fused_rows():
             comm.use_table(comm.table.with_rows(row))
             for quantize in ("nvfp4", "mxfp8"):
                 check_blocks(comm, inputs, residual, weight, quantize, f"{row}, {quantize}")

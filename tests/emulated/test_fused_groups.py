@@ -3,19 +3,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
 import torch
 import torch.distributed as dist
 from fused_reference import (
     EPS,
     FP8,
-    FUSED_DTYPES,
     GROUP_SIZE,
     GROUPS,
     LAYOUTS,
-    TYPES_AND_WORLDS,
     canonical,
     operands_of,
     quantized,
@@ -23,16 +19,13 @@ from fused_reference import (
     scales_of,
     special_rows,
 )
+from fused_worlds import communicators, every_dtype, types_and_worlds
 from harness import RankPool, make_communicator
-from reference import ALGORITHMS, assert_bitwise_equal
-from tables import fused_row
+from reference import assert_bitwise_equal
+from tables import fused_rows
 
 from llm_comm import Communicator, UnsupportedInputError
 
-types_and_worlds = pytest.mark.parametrize(
-    ("dtype", "world"), TYPES_AND_WORLDS, ids=lambda value: str(value).removeprefix("torch.")
-)
-every_dtype = pytest.mark.parametrize("dtype", FUSED_DTYPES, ids=lambda dtype: str(dtype).removeprefix("torch."))
 #: (rows, hidden): one group, groups that are no multiple of the ranks, and rows of a model.
 SHAPES = ((1, 128), (3, 384), (5, 1024), (1, 7168), (2, 2176))
 GUARD = -77.0
@@ -63,12 +56,6 @@ def check_groups(
     assert torch.equal(found.float().nan_to_num(1e9), quantized(normed, quantize, scale).float().nan_to_num(1e9)), what
 
 
-def communicators(**options: object) -> Iterator[tuple[Communicator, str]]:
-    for algorithm in ALGORITHMS:
-        with make_communicator(algorithm=algorithm, **options) as comm:
-            yield comm, algorithm
-
-
 def check_shapes(dtype: torch.dtype) -> None:
     for comm, algorithm in communicators():
         for number, (rows, hidden) in enumerate(SHAPES):
@@ -87,26 +74,11 @@ def test_values_and_scales(ranks: RankPool, world: int, dtype: torch.dtype) -> N
     ranks.run(world, check_shapes, dtype)
 
 
-#: Blocks that take a row in one tile and in several, alone and in clusters, with tiles sent ahead or not.
-VARIANTS = tuple(
-    fused_row(1, algorithm, blocks, threads, cluster, depth)
-    for algorithm in ALGORITHMS
-    for blocks, threads, cluster, depth in (
-        (1, 64, 1, 3),
-        (2, 512, 1, 1),
-        (8, 64, 2, 0),
-        (16, 256, 16, 3),
-        (24, 1024, 8, 0),
-        (64, 128, 4, 0),
-    )
-)
-
-
 def check_variants(rows: int, hidden: int) -> None:
     inputs = rows_of(dist.get_world_size(), rows, hidden, torch.bfloat16)
     residual, weight = operands_of(rows, hidden, torch.bfloat16)
     with make_communicator() as comm:
-        for number, row in enumerate(VARIANTS):
+        for number, row in enumerate(fused_rows()):
             comm.use_table(comm.table.with_rows(row))
             check_groups(comm, inputs, residual, weight, GROUPS[number % len(GROUPS)], str(row))
 

@@ -11,6 +11,7 @@
 #include <vector>
 
 #include "host/cuda/device_memory.h"
+#include "rule.h"
 
 using llm_comm::host::DeviceMemory;
 using llm_comm::host::Sharing;
@@ -30,13 +31,6 @@ std::map<CUdeviceptr, bool> is_mapped;
 std::string failing;
 CUmemGenericAllocationHandle last_object = 70;
 CUdeviceptr last_address = 1ULL << 40;
-
-void rule(bool holds, const char* what) {
-  if (holds) return;
-  std::printf("BROKEN RULE: %s\n", what);
-  std::fflush(stdout);
-  std::exit(3);
-}
 
 CUresult call(const char* name) { return failing == name ? CUDA_ERROR_NOT_PERMITTED : CUDA_SUCCESS; }
 

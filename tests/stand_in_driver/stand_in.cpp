@@ -3,11 +3,12 @@
 #include <cuda.h>
 
 #include <cstdio>
-#include <cstdlib>
 #include <cstring>
 #include <map>
 #include <set>
 #include <string>
+
+#include "rule.h"
 
 #if defined(cuMulticastBindMem) || defined(cuDeviceGet)
 #error "the driver's header gives functions other names"
@@ -34,14 +35,6 @@ std::map<CUdeviceptr, Range> ranges;
 std::string failing;
 bool has_multicast = true;
 CUdevice current = 0;
-
-// What would be undefined or wait for ever in the driver is an end with a word.
-void rule(bool holds, const char* what) {
-  if (holds) return;
-  std::printf("BROKEN RULE: %s\n", what);
-  std::fflush(stdout);
-  std::exit(3);
-}
 
 bool is_aligned(uint64_t value) { return value % kGranularity == 0; }
 

@@ -16,7 +16,7 @@ from llm_comm.nodes.topology import Topology, places_of, topology_of
 def said(
     *machines: str, names: dict[int, str] | None = None, domains: dict[str, str] | None = None
 ) -> list[dict[str, Any]]:
-    """What ranks say that run on these machines.
+    """Return the answers of ranks on these machines.
 
     Args:
         machines: Of each rank.
@@ -126,7 +126,7 @@ def test_a_domain_does_not_join_hosts_where_it_cannot() -> None:
 
 
 def test_hosts_are_nodes_where_domains_would_be_uneven() -> None:
-    """What was served without domains is served with them."""
+    """Groups that are served without domains are served with them."""
     for domains in ({"a": "x/1", "b": "x/1"}, {"a": "x/1", "b": "x/1", "c": "y/1"}):
         assert placed(said(*"aabbcc", domains=domains), 0).nodes == ((0, 1), (2, 3), (4, 5))
     of_two = dict(zip("abcde", ("x/1", "x/1", "x/1", "y/1", "y/1"), strict=True))

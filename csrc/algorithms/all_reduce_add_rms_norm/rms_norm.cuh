@@ -374,11 +374,17 @@ class RmsNorm {
     LLM_COMM_UNROLL(8)
     for (uint32_t i = 0; i < Width; ++i) quantized.element[i] = float_to_e4m3(scaled(x.of[i]));
     uint8_t* const to = static_cast<uint8_t*>(args_.normed) + element(row, at);
-    if (reinterpret_cast<uint64_t>(args_.normed) % Width == 0) {
-      *reinterpret_cast<Bytes<Width>*>(to) = quantized;
+    store_bytes(to, quantized, reinterpret_cast<uint64_t>(args_.normed) % Width == 0);
+  }
+
+  // Stores bytes one by one, or together if their address is aligned.
+  template <uint32_t Count>
+  static LLM_COMM_DEVICE void store_bytes(uint8_t* to, const Bytes<Count>& bytes, bool is_aligned) {
+    if (is_aligned) {
+      *reinterpret_cast<Bytes<Count>*>(to) = bytes;
       return;
     }
-    for (uint32_t i = 0; i < Width; ++i) to[i] = quantized.element[i];
+    for (uint32_t i = 0; i < Count; ++i) to[i] = bytes.element[i];
   }
 
   // Quantizes and stores values of a block. All threads of a warp call it. Adjacent lanes of a warp hold a block, because
@@ -411,11 +417,7 @@ class RmsNorm {
                                                   float_to_e2m1(x.of[2 * i + 1] * scale.factor) << 4);
     }
     uint8_t* const to = static_cast<uint8_t*>(args_.normed) + element(row, at) / 2;
-    if (reinterpret_cast<uint64_t>(args_.normed) % (Width / 2) == 0) {
-      *reinterpret_cast<Bytes<Width / 2>*>(to) = quantized;
-      return;
-    }
-    for (uint32_t i = 0; i < Width / 2; ++i) to[i] = quantized.element[i];
+    store_bytes(to, quantized, reinterpret_cast<uint64_t>(args_.normed) % (Width / 2) == 0);
   }
 
   // Stores the scale of a block. The last block of a row fills its tile with zeros: a matrix product multiplies them by
@@ -448,12 +450,7 @@ class RmsNorm {
     for (uint32_t group = (at.index - begin) / Width; group < kTileGroups; group += threads) {
       for (uint32_t i = 0; i < kRowsOfTileGroup; ++i) {
         if (group + i * kTileGroups <= last_of_tile) continue;
-        uint8_t* const to = tile + (group * kRowsOfTileGroup + i) * kTileBlocks;
-        if (is_aligned) {
-          *reinterpret_cast<Bytes<kTileBlocks>*>(to) = Bytes<kTileBlocks>{};
-        } else {
-          for (uint32_t byte = 0; byte < kTileBlocks; ++byte) to[byte] = 0;
-        }
+        store_bytes(tile + (group * kRowsOfTileGroup + i) * kTileBlocks, Bytes<kTileBlocks>{}, is_aligned);
       }
     }
   }

@@ -517,15 +517,9 @@ class LlmCommAllReduce:
         return self._try_linear(batch_invariant_linear, x, weight, FIRST_INVARIANT_LINEAR)
 
     def fused_experts(
-        self,
-        x: torch.Tensor,
-        gate_up_weight: torch.Tensor,
-        down_weight: torch.Tensor,
-        topk_weights: torch.Tensor,
-        topk_ids: torch.Tensor,
+        self, x: torch.Tensor, gate_up_weight: torch.Tensor, **others: torch.Tensor
     ) -> torch.Tensor | None:
         """Compute experts with silu on this rank by llm_comm, as ``Communicator.fused_experts``; None if declined."""
-        others = {"down_weight": down_weight, "topk_weights": topk_weights, "topk_ids": topk_ids}
         return self._try_linear(Communicator.try_fused_experts, x, gate_up_weight, FIRST_EXPERTS, **others)
 
     def _try_linear(self, *arguments: Any, **options: Any) -> torch.Tensor | None:

@@ -59,9 +59,13 @@ def around_apply(theirs: Any, method: Any, layer: Any, dispatch_output: Any) -> 
     compute = getattr(getattr(_State.group, "ca_comm", None), "fused_experts", None)
     if compute is None or torch.compiler.is_compiling() or not _is_served(method, layer, dispatch_output):
         return theirs(method, layer, dispatch_output)
-    chosen = dispatch_output.topk_output
-    x = dispatch_output.hidden_states
-    y = compute(x, layer.w13_weight, layer.w2_weight, chosen.topk_weights, chosen.topk_ids)
+    y = compute(
+        dispatch_output.hidden_states,
+        layer.w13_weight,
+        down_weight=layer.w2_weight,
+        topk_weights=dispatch_output.topk_output.topk_weights,
+        topk_ids=dispatch_output.topk_output.topk_ids,
+    )
     return theirs(method, layer, dispatch_output) if y is None else StandardCombineInput(hidden_states=y)
 
 

@@ -107,36 +107,15 @@ class LlmCommCommunicator(CudaCommunicator):  # type: ignore[misc]
         weight: torch.Tensor,
         epsilon: float,
         weight_bias: float,
-        scale: torch.Tensor | None,
-    ) -> tuple[torch.Tensor, torch.Tensor] | None:
-        """Compute ``operators.all_reduce_add_rms_norm``, or return None if llm_comm declines the call.
+        **quantization: Any,
+    ) -> tuple[torch.Tensor, ...] | None:
+        """Compute ``Communicator.all_reduce_add_rms_norm``, or return None if llm_comm declines the call.
 
         All ranks decline alike, and a declined call has communicated nothing.
 
-        Raises:
-            UnsupportedInputError: llm_comm declines the call in batch-invariant mode, where it must compute the norms
-                of all batches.
-        """
-        member, quantize = self._serving(), None if scale is None else "static"
-        if member is None:
-            return None
-        results = member.all_reduce_add_rms_norm(
-            x, residual, weight, epsilon, weight_bias=weight_bias, quantize=quantize, scale=scale
-        )
-        return results  # type: ignore[return-value]
-
-    def all_reduce_add_rms_norm_group_fp8(
-        self,
-        x: torch.Tensor,
-        residual: torch.Tensor | None,
-        weight: torch.Tensor,
-        epsilon: float,
-        weight_bias: float,
-        quantize: str,
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None:
-        """Compute ``operators.all_reduce_add_rms_norm_group_fp8``, or return None if llm_comm declines the call.
-
-        All ranks decline alike, and a declined call has communicated nothing.
+        Args:
+            x, residual, weight, epsilon, weight_bias: Operands of the norm.
+            quantization: ``quantize``, ``scale`` and ``global_scale``, if given.
 
         Raises:
             UnsupportedInputError: llm_comm declines the call in batch-invariant mode, where it must compute the norms
@@ -145,36 +124,7 @@ class LlmCommCommunicator(CudaCommunicator):  # type: ignore[misc]
         member = self._serving()
         if member is None:
             return None
-        results = member.all_reduce_add_rms_norm(
-            x, residual, weight, epsilon, weight_bias=weight_bias, quantize=quantize
-        )
-        return results  # type: ignore[return-value]
-
-    def all_reduce_add_rms_norm_nvfp4(
-        self,
-        x: torch.Tensor,
-        residual: torch.Tensor | None,
-        weight: torch.Tensor,
-        epsilon: float,
-        weight_bias: float,
-        global_scale: torch.Tensor,
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None:
-        """Compute ``operators.all_reduce_add_rms_norm_nvfp4``, or return None if llm_comm declines the call. Scales are
-        float8_e4m3fn.
-
-        All ranks decline alike, and a declined call has communicated nothing.
-
-        Raises:
-            UnsupportedInputError: llm_comm declines the call in batch-invariant mode, where it must compute the norms
-                of all batches.
-        """
-        member = self._serving()
-        if member is None:
-            return None
-        results = member.all_reduce_add_rms_norm(
-            x, residual, weight, epsilon, weight_bias=weight_bias, quantize="nvfp4", global_scale=global_scale
-        )
-        return results  # type: ignore[return-value]
+        return member.all_reduce_add_rms_norm(x, residual, weight, epsilon, weight_bias=weight_bias, **quantization)
 
     def linear_all_reduce_add_rms_norm(
         self,

@@ -31,7 +31,7 @@ def fused_allreduce_rms_norm(
         # All ranks decide alike, since the decision depends on the shape of the batch alone.
         if getattr(ours, "fuses_eagerly", False) and is_within(ours.fused_sizes, hidden_states.nbytes):
             result = ours.all_reduce_add_rms_norm(
-                hidden_states, residual, norm.weight.data, norm.variance_epsilon, weight_bias, None
+                hidden_states, residual, norm.weight.data, norm.variance_epsilon, weight_bias
             )
             if result is not None:
                 return result  # type: ignore[no-any-return]

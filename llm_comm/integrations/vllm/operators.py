@@ -93,12 +93,17 @@ def _run(
     Raises:
         ValueError: The process has no group of this name, or it was destroyed.
     """
-    group = find_group(group_name)
-    fused = getattr(group.device_communicator, "all_reduce_add_rms_norm", None)
-    result = None if fused is None else fused(x, residual, weight, epsilon, weight_bias, scale)
+    group, quantize = find_group(group_name), None if scale is None else "static"
+    result = _fused(group, x, residual, weight, epsilon, weight_bias, quantize=quantize, scale=scale)
     if result is None:
         return run_one_by_one(group, x, residual, weight, epsilon, weight_bias, scale)
     return result  # type: ignore[no-any-return]
+
+
+def _fused(group: Any, *operands: Any, **quantization: Any) -> Any:
+    """Run llm_comm's fused kernel; None if it declines, or if the group has no communicator of llm_comm."""
+    fused = getattr(group.device_communicator, "all_reduce_add_rms_norm", None)
+    return None if fused is None else fused(*operands, **quantization)
 
 
 def find_group(name: str) -> Any:
@@ -181,8 +186,7 @@ def _run_by_groups(
         ValueError: The process has no group of this name, or it was destroyed.
     """
     group = find_group(group_name)
-    fused = getattr(group.device_communicator, "all_reduce_add_rms_norm_group_fp8", None)
-    result = None if fused is None else fused(x, residual, weight, epsilon, weight_bias, quantize)
+    result = _fused(group, x, residual, weight, epsilon, weight_bias, quantize=quantize)
     if result is None:  # the operations that the graph had before
         normed, new_residual = run_one_by_one(group, x, residual, weight, epsilon, weight_bias, None)
         return _quantize(normed, quantize, new_residual)
@@ -227,8 +231,8 @@ def _run_nvfp4(
         ValueError: The process has no group of this name, or it was destroyed.
     """
     group = find_group(group_name)
-    fused = getattr(group.device_communicator, "all_reduce_add_rms_norm_nvfp4", None)
-    result = None if fused is None else fused(x, residual, weight, epsilon, weight_bias, global_scale)
+    options = {"quantize": "nvfp4", "global_scale": global_scale}
+    result = _fused(group, x, residual, weight, epsilon, weight_bias, **options)
     if result is not None:
         packed, new_residual, scales = result
         return packed, new_residual, scales.view(torch.int32)
