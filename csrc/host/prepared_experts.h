@@ -25,7 +25,7 @@ class PreparedExperts final : public PreparedCall {
         down_(layer(false, down)) {}
 
   // `buffers`: addresses of x, gate_up_weight, down_weight, topk_ids, topk_weights, intermediate and out.
-  // `intermediate` has room for [most_active(), tokens, columns of the down-projection]. Throws std::invalid_argument
+  // `intermediate` has room for [tokens * top_k, columns of the down-projection]. Throws std::invalid_argument
   // for an address that is not aligned. Returns kFailed if the communicator has failed.
   Outcome run(const uint64_t* buffers, uint64_t stream) override {
     const uint64_t x = buffers[0], gate_up = buffers[1], down = buffers[2], intermediate = buffers[5], out = buffers[6];
@@ -37,17 +37,17 @@ class PreparedExperts final : public PreparedCall {
     }
     const std::lock_guard<std::mutex> turn(turn_);
     if (has_failed(mailbox_)) return Outcome::kFailed;
-    const uint32_t slots = experts::most_active(problem_), experts = problem_.experts;
+    const uint32_t experts = problem_.experts;
     for (Layer* const one : {&gate_up_, &down_}) {
       one->args.ids = reinterpret_cast<const uint32_t*>(buffers[3]);
       one->args.factors = reinterpret_cast<const uint32_t*>(buffers[4]);
     }
-    gate_up_.args.x = view(gate_up_, x, problem_.tokens, problem_.hidden, 1, 0, token_rows(), BoxUse::kShared);
+    gate_up_.args.x.data = reinterpret_cast<const void*>(x);
     gate_up_.args.weight = view(gate_up_, gate_up, problem_.intermediate, problem_.hidden, 2 * experts, 2,
                                 gate_up_.choice.block_outputs, BoxUse::kOnce);
     gate_up_.args.out = reinterpret_cast<void*>(intermediate);
-    down_.args.x =
-        view(down_, intermediate, problem_.tokens, problem_.intermediate, slots, 1, token_rows(), BoxUse::kShared);
+    down_.args.x = view(down_, intermediate, problem_.tokens * problem_.top_k, problem_.intermediate, 1, 0,
+                        experts::group_rows(problem_), BoxUse::kShared);
     down_.args.weight = view(down_, down, problem_.hidden, problem_.intermediate, experts, 1,
                              down_.choice.block_outputs, BoxUse::kOnce);
     down_.args.out = reinterpret_cast<void*>(out);
@@ -64,13 +64,11 @@ class PreparedExperts final : public PreparedCall {
     ExpertsArgs args{};
   };
 
-  uint32_t token_rows() const { return linear::token_rows(problem_.tokens); }
-
   Layer layer(bool is_gated, const experts::Choice& wanted) {
     const experts::Choice choice =
         experts::choose(problem_, is_gated, wanted, launcher_.sm_count(), launcher_.max_shared_bytes());
-    Layer found{choice, experts::grid(problem_, is_gated, choice),
-                launcher_.function(find_experts_kernel(problem_.type, is_gated, token_rows()))};
+    Layer found{choice, experts::grid(problem_, is_gated, choice, launcher_.sm_count()),
+                launcher_.function(find_experts_kernel(problem_.type, is_gated, experts::group_rows(problem_)))};
     launcher_.permit_shared_bytes(found.function);
     found.args.epilogue = problem_.epilogue;
     found.args.tokens = problem_.tokens;
@@ -80,6 +78,9 @@ class PreparedExperts final : public PreparedCall {
     found.args.stages = choice.stages;
     found.args.stage_boxes = choice.stage_boxes;
     found.args.stage_bytes = experts::stage_bytes(problem_, choice);
+    found.args.stages_offset = experts::stages_offset(problem_, is_gated, choice);
+    found.args.x.rows = problem_.tokens;
+    found.args.x.row_bytes = problem_.hidden * static_cast<uint32_t>(element_bytes(problem_.type));
     return found;
   }
 

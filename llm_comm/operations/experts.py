@@ -125,7 +125,7 @@ class Experts:
             )
             if self._planner.config.nvtx:
                 run = within_range(run, self._device, *kind)
-            prepared = _Prepared(run, (min(experts, tokens * top_k), tokens, intermediate))
+            prepared = _Prepared(run, (tokens * top_k, intermediate))
             keep(self._prepared, key, prepared)
         return prepared
 
@@ -228,8 +228,7 @@ class ExpertLayers:
         (activation(gate) * up))``, with ``gate, up = gate_up_weight[e] @ x[t]`` in two halves. With tensor parallelism
         it is this rank's part, which an all-reduce sums up. Sums are fp32. Gate, up, their activation and its product
         with the factor are rounded to the dtype of ``x``, as is the result. With float16 that product must be below
-        65504. Experts are added in ascending order. If all weights are finite, the bits of a token do not depend on
-        other tokens; one that is not makes its output NaN for all tokens of the batch.
+        65504. Experts are added in ascending order. The bits of a token do not depend on other tokens.
 
         Args:
             x: [tokens, hidden], contiguous, bfloat16 or float16, 1 to 64 tokens.

@@ -29,7 +29,7 @@ class ExpertsCall final : public Call {
     choose(random);
     x_.resize(source_.size(), touchless());
     choice_.resize(choice_source_.size(), touchless());
-    results_.resize(count_of_out() / kElements + most_active() * state_count() / kElements, touchless());
+    results_.resize((count_of_out() + state_count()) / kElements, touchless());
     before_.resize(results_.size());
     expect();
   }
@@ -83,8 +83,7 @@ class ExpertsCall final : public Call {
     for (size_t i = 0; i < count; ++i) put(lines, i, static_cast<uint16_t>(draw_number(D, random)));
   }
   size_t count_of_out() const { return size_t{problem_.tokens} * problem_.hidden; }
-  size_t state_count() const { return size_t{problem_.tokens} * problem_.intermediate; }
-  uint32_t most_active() const { return experts::most_active(problem_); }
+  size_t state_count() const { return size_t{problem_.tokens} * problem_.top_k * problem_.intermediate; }
 
   // Numbers of experts, then their factors, which begin at the middle. Some tokens lack experts.
   void choose(Random& random) {
@@ -122,8 +121,10 @@ class ExpertsCall final : public Call {
         float sums[2] = {};
         for (uint32_t expert = 0; expert < problem_.experts; ++expert) {
           if (states[expert].empty()) continue;
-          add_products(sums, down_weight_, expert * hidden + output, intermediate,
+          float of_expert[2] = {};
+          add_products(of_expert, down_weight_, expert * hidden + output, intermediate,
                        [&](uint32_t k) { return states[expert][k]; });
+          for (uint32_t team = 0; team < 2; ++team) sums[team] += of_expert[team];
         }
         expected_.push_back(E::round(sums[0] + sums[1]));
       }

@@ -1,6 +1,7 @@
-"""Protections of experts: of the ring of stages, of the list of active experts, and of the place among the grids.
+"""Protections of experts: of the ring of stages, of the sums, of the groups, and of the place among the grids.
 
 Not here: the barriers of a warp's lanes. A lane of the emulator does not fall behind the others by a round of the ring.
+Nor three of the barriers by which groups are found: without them the program ends by an address outside of its memory.
 """
 
 from __future__ import annotations
@@ -10,19 +11,10 @@ from protection import AHEAD, HANGS, WRONG_RESULT, Protection
 
 KERNEL = "csrc/algorithms/linear/experts.cuh"
 _SUBJECTS = ("fused_experts",)
-#: Loop that counts the marks of four experts.
-_COUNT = "  for (uint32_t i = thread_index(); i < experts::kMaxExperts / 4; i += block_threads()) {\n    counts"
 
 
-#: A number that is no expert's would be an address outside of the weights, and end the program.
-_WITHIN = (
-    Edit(KERNEL, "memory_.active()[at.slot];", "memory_.active()[at.slot] % (WITHOUT ? args_.experts : ~0u);"),
-    Edit(KERNEL, "kParts * expert);", "kParts * (expert % (WITHOUT ? args_.experts : ~0u)));"),
-)
-
-
-def _protection(name: str, what: str, old: str, new: str, failure: str, *others: Edit) -> Protection:
-    return Protection(f"experts_{name}", what, (Edit(KERNEL, old, new), *others), failure=failure, subjects=_SUBJECTS)
+def _protection(name: str, what: str, old: str, new: str, failure: str) -> Protection:
+    return Protection(f"experts_{name}", what, (Edit(KERNEL, old, new),), failure=failure, subjects=_SUBJECTS)
 
 
 OF_EXPERTS = (
@@ -43,8 +35,15 @@ OF_EXPERTS = (
     _protection(
         "every_warp",
         "a stage is given back by every warp, for itself",
-        "linear::kTeams * kTeamThreads / kWarpThreads);",
-        "(WITHOUT ? 1 : linear::kTeams * kTeamThreads / kWarpThreads));",
+        "barrier_init(memory_.empty(at.stage), kWarps);",
+        "barrier_init(memory_.empty(at.stage), WITHOUT ? 1 : kWarps);",
+        f"{WRONG_RESULT}|{HANGS}",
+    ),
+    _protection(
+        "lines_of_all_lanes",
+        "a stage of gate and up is full when the lines of all lanes have come",
+        "fetch_end<Gated>(full);",
+        "WITHOUT ? fetch_end<false>(full) : fetch_end<Gated>(full);",
         f"{WRONG_RESULT}|{HANGS}",
     ),
     _protection(
@@ -69,45 +68,36 @@ OF_EXPERTS = (
         AHEAD,
     ),
     _protection(
-        "choice_is_there",
-        "experts are marked when the choice is in shared memory, and no mark is cleared after that",
-        "  block_sync();\n  for (uint32_t i = thread_index(); i < chosen; i += block_threads()) {\n",
-        "  if (!WITHOUT) block_sync();\n  for (uint32_t i = thread_index(); i < chosen; i += block_threads()) {\n",
+        "tokens_are_there",
+        "tokens of experts are counted when all are marked",
+        "  block_sync();\n  // Rows of experts in",
+        "  if (!WITHOUT) block_sync();\n  // Rows of experts in",
         f"{WRONG_RESULT}|{HANGS}",
     ),
     _protection(
-        "marks_are_there",
-        "marks are counted when all are there",
-        f"  block_sync();\n{_COUNT}",
-        f"  if (!WITHOUT) block_sync();\n{_COUNT}",
-        f"{WRONG_RESULT}|{HANGS}",
-        _WITHIN[0],
-    ),
-    _protection(
-        "counts_are_there",
-        "counts are added when all are there",
-        "  block_sync();\n  uint32_t all = 0;",
-        "  if (!WITHOUT) block_sync();\n  uint32_t all = 0;",
+        "rows_are_there",
+        "tokens of rows are read when all are there",
+        "  block_sync();\n  if (fetches) {\n    fetch.run();",
+        "  if (!WITHOUT) block_sync();\n  if (fetches) {\n    fetch.run();",
         f"{WRONG_RESULT}|{HANGS}",
     ),
     _protection(
-        "list_is_there",
-        "the list of active experts is read when all of it is there",
-        "  block_sync();\n  return all;",
-        "  if (!WITHOUT) block_sync();\n  return all;",
-        f"{WRONG_RESULT}|{HANGS}",
-        _WITHIN[1],
+        "sums_are_full",
+        "sums of the teams are added when all of a unit are there",
+        "barrier_wait(memory.sums_full()",
+        "if (!WITHOUT) barrier_wait(memory.sums_full()",
+        WRONG_RESULT,
     ),
     _protection(
-        "stages_are_read",
-        "sums take the place of stages that have been read",
-        "block_sync();  // all stages have",
-        "if (!WITHOUT) block_sync();  // all stages have",
+        "sums_are_empty",
+        "sums of a unit take the place of those that have been read",
+        "if (done > 0) barrier_wait",
+        "if (!WITHOUT && done > 0) barrier_wait",
         WRONG_RESULT,
     ),
     _protection(
         "sums_are_there",
-        "sums of the teams are added when all are there",
+        "sums of all groups are there before they are rounded",
         "  block_sync();\n  // `out` may be",
         "  if (!WITHOUT) block_sync();\n  // `out` may be",
         WRONG_RESULT,

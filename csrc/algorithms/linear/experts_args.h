@@ -8,7 +8,7 @@ namespace llm_comm::inline LLM_COMM_TARGET {
 
 struct ExpertsArgs {
   MatrixView weight;  // a part for each matrix: gate and up of each expert, or its down-projection
-  MatrixView x;       // of gate and up: the tokens. Of the down-projection: a part for each active expert
+  MatrixView x;       // of gate and up: the tokens. Of the down-projection: the state between the layers
   void* out;
   const uint32_t* ids;      // [tokens, top_k]; other numbers than those of experts add nothing
   const uint32_t* factors;  // [tokens, top_k], bits of floats
@@ -20,6 +20,7 @@ struct ExpertsArgs {
   uint32_t stages;
   uint32_t stage_boxes;
   uint32_t stage_bytes;
+  uint32_t stages_offset;
 };
 
 using ExpertsKernel = void (*)(ExpertsArgs);
@@ -27,16 +28,15 @@ using ExpertsKernel = void (*)(ExpertsArgs);
 template <OperandType F, DataType D>
 struct ExpertsKernels {
   // Returns nullptr if there is no such kernel. Defined in experts.cuh, which the generated translation units include.
-  static ExpertsKernel find(bool is_gated, uint32_t token_rows);
+  static ExpertsKernel find(bool is_gated, uint32_t rows);
 };
 
 extern template struct ExpertsKernels<OperandType::kBFloat16, DataType::kBFloat16>;
 extern template struct ExpertsKernels<OperandType::kFloat16, DataType::kFloat16>;
 
-inline ExpertsKernel find_experts_kernel(DataType type, bool is_gated, uint32_t token_rows) {
-  return type == DataType::kBFloat16
-             ? ExpertsKernels<OperandType::kBFloat16, DataType::kBFloat16>::find(is_gated, token_rows)
-             : ExpertsKernels<OperandType::kFloat16, DataType::kFloat16>::find(is_gated, token_rows);
+inline ExpertsKernel find_experts_kernel(DataType type, bool is_gated, uint32_t rows) {
+  return type == DataType::kBFloat16 ? ExpertsKernels<OperandType::kBFloat16, DataType::kBFloat16>::find(is_gated, rows)
+                                     : ExpertsKernels<OperandType::kFloat16, DataType::kFloat16>::find(is_gated, rows);
 }
 
 }  // namespace llm_comm::inline LLM_COMM_TARGET

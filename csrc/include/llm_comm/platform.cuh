@@ -6,6 +6,7 @@
 //                 instructions stay out of the hot path.
 // Thread geometry thread_index() block_index() block_threads() block_count(). Launches are one-dimensional.
 // Block           block_sync(). shared_memory<T>(): dynamic shared memory of the block, 16-byte aligned.
+//                 set_bits(p, bits): sets bits of a word in shared memory, atomically within the block.
 // Warp            shuffle_xor(x, mask): x of the lane whose index differs by mask. any_lane(b): true if b holds in any
 //                 lane. All 32 lanes make the call; the block size must be a multiple of 32.
 // Cluster         `blocks` neighbouring blocks that run at once and access each other's shared memory. The index of the
@@ -55,7 +56,7 @@
 //                 convert_to_e4m3(low, high, bits), convert_from_e4m3(bits, low, high): two values as fp8.cuh defines
 //                 them, in hardware; false where the target has no such instruction.
 // Addresses       opaque(p): returns p and hides from the compiler how p was computed.
-// Arithmetic      multiply_add(a, b, c): a * b + c, rounded once. reciprocal_sqrt. larger(a, b): NaN only if both are.
+// Arithmetic      count_bits(x): how many bits are set. multiply_add(a, b, c): a * b + c, rounded once. reciprocal_sqrt. larger(a, b): NaN only if both are.
 //                 exponential(x): e^x, with an error of up to two units in the last place.
 #pragma once
 

@@ -58,6 +58,10 @@ LLM_COMM_DEVICE T* shared_memory() {
   return reinterpret_cast<T*>(llm_comm_shared_memory);
 }
 
+LLM_COMM_DEVICE void set_bits(uint32_t* word, uint32_t bits) { atomicOr_block(word, bits); }
+
+LLM_COMM_DEVICE uint32_t count_bits(uint32_t bits) { return static_cast<uint32_t>(__popc(bits)); }
+
 LLM_COMM_DEVICE float shuffle_xor(float value, uint32_t lane_mask) {
   return __shfl_xor_sync(0xFFFFFFFFu, value, static_cast<int>(lane_mask));
 }

@@ -139,6 +139,18 @@ LLM_COMM_DEVICE void fetch_number(SharedAddress to, const float* from) {
   asm volatile("cp.async.ca.shared.global [%0], [%1], 4;" ::"r"(to), "l"(from) : "memory");
 }
 
+LLM_COMM_DEVICE void fetch_line(SharedAddress tile, uint32_t row, uint32_t piece, const void* from) {
+  const uint32_t place = tile + row * kBoxRowBytes + (piece ^ row % 8) * static_cast<uint32_t>(sizeof(Line));
+  asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(place), "l"(from) : "memory");
+}
+
+// wgmma reads shared memory through the async proxy, and cp.async writes it through the generic one.
+LLM_COMM_DEVICE void acquire_lines() {
+#if LLM_COMM_HAS_WGMMA
+  asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+#endif
+}
+
 template <bool Numbers = false>
 LLM_COMM_DEVICE void fetch_end(SharedAddress full) {
   if constexpr (Numbers || !LLM_COMM_HAS_TMA) {

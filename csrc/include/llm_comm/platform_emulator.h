@@ -66,6 +66,11 @@ LLM_COMM_DEVICE T* shared_memory() {
   return static_cast<T*>(emulator::self().shared_memory);
 }
 
+// The fibers of a block belong to one thread of the operating system.
+LLM_COMM_DEVICE void set_bits(uint32_t* word, uint32_t bits) { *word |= bits; }
+
+LLM_COMM_DEVICE uint32_t count_bits(uint32_t bits) { return static_cast<uint32_t>(std::popcount(bits)); }
+
 LLM_COMM_DEVICE float shuffle_xor(float value, uint32_t lane_mask) {
   return emulator::warp_exchange(value, thread_index() % kWarpThreads ^ lane_mask);
 }

@@ -67,6 +67,12 @@ LLM_COMM_DEVICE void fetch_boxes(SharedAddress to, const MatrixView& matrix, uin
 
 LLM_COMM_DEVICE void fetch_number(SharedAddress to, const float* from) { *pointer_to<float>(to) = load_plain(from); }
 
+LLM_COMM_DEVICE void fetch_line(SharedAddress tile, uint32_t row, uint32_t piece, const void* from) {
+  pointer_to<Line>(tile + row * kBoxRowBytes)[piece] = load_line(from);
+}
+
+LLM_COMM_DEVICE void acquire_lines() {}
+
 template <bool Numbers = false>
 LLM_COMM_DEVICE void fetch_end(SharedAddress full) {
   if constexpr (Numbers) warp_sync();  // the numbers of all lanes

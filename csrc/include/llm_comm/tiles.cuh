@@ -23,8 +23,10 @@
 //                 With parts > 1 a tile has rows / parts rows of each part of the matrix, a multiple of 8, from row
 //                 `row` of the part on; the rows of the first part come first. fetch_boxes<parts, true>(..., part): the
 //                 matrix has more parts, and these are `part` and those after it.
-//                 fetch_number(to, from): each lane copies four bytes to the stage. `full` then expects
-//                 kFetchArrivals + kNumberArrivals arrivals, and fetch_end<true>(full) ends the stage.
+//                 fetch_number(to, from): each lane copies four bytes to the stage. fetch_line(tile, row, piece, from):
+//                 each lane copies a 16-byte piece of a row of the tile. `full` then expects kFetchArrivals +
+//                 kNumberArrivals arrivals, and fetch_end<true>(full) ends the stage. acquire_lines(): between
+//                 barrier_wait(full) and multiply_boxes() of tiles whose lines have been copied so.
 // Multiplying     By kTeamThreads threads (a warpgroup) whose first index is a multiple of kTeamThreads: a tile of
 //                 outputs times a tile of tokens, accumulated in fp32. Each thread holds tokens / 2 values in `sums`;
 //                 fragment.cuh says which. Outputs beyond the rows of the tile have undefined values.
