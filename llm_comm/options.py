@@ -283,11 +283,12 @@ OPTIONS: dict[str, Option] = {
         "True: wherever it is served; ``pdl`` is then on in engines too, unless it was chosen.",
     ),
     "fuse_experts": Option(
-        _BOOLEAN,
+        _BOOLEAN_OR_AUTO,
         Alike.YES,
         "sums would be of parts that different kernels have rounded",
         "Whether SGLang's integration computes the experts of up to 64 tokens with llm_comm "
-        "(docs/experiments/experts.md). Off by default: no GPU has run these kernels.",
+        "(docs/experiments/experts.md). ``auto``: batches for which each rank measures it to be faster, when SGLang "
+        "first runs them. True: wherever it is served. Off by default: no GPU has run the present kernels.",
         of_engines=True,
     ),
     "tune_at_start": Option(

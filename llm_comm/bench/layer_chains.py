@@ -11,7 +11,7 @@ import statistics
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
@@ -35,6 +35,9 @@ _WEIGHTS_SEED = 2000
 #: Outputs and inputs of a spacer layer, which takes about as long as a fused all-reduce, and its tiling.
 _SPACER = (64, 2048)
 _SPACER_CHOICE = _core.LinearChoice(block_outputs=8, stages=2, stage_boxes=4)
+
+
+_Link = TypeVar("_Link")
 
 
 def make_weights(
@@ -67,21 +70,21 @@ def cold_weights(shape: tuple[int, int], dtype: torch.dtype, device: torch.devic
     return make_weights(count, shape, dtype, device, rank=0)
 
 
-def time_chain(call: Callable[[torch.Tensor], object], weights: Sequence[torch.Tensor], reps: int) -> float:
-    """Return the microseconds of one layer: the median over ``reps`` runs of a chain with all weights.
+def time_chain(call: Callable[[_Link], object], links: Sequence[_Link], reps: int, device: torch.device) -> float:
+    """Return the microseconds of one layer: the median over ``reps`` runs of a chain of layers.
 
     Args:
-        call: Enqueues a layer with the given weight on the current stream.
-        weights: Weights of the chain, from ``cold_weights``.
+        call: Enqueues a layer on the current stream.
+        links: What ``call`` is given for each layer of the chain, such as weights from ``cold_weights``.
         reps: Number of timed runs.
+        device: Device of the layers.
     """
-    device = weights[0].device
     if device.type != "cuda":
-        return _median_us([_host_seconds(call, weights) for _ in range(reps)], len(weights))
-    for weight in weights[:2]:
-        call(weight)
-    turn = iter(weights)
-    graph = capture(lambda: call(next(turn)), len(weights))
+        return _median_us([_host_seconds(call, links) for _ in range(reps)], len(links))
+    for link in links[:2]:
+        call(link)
+    turn = iter(links)
+    graph = capture(lambda: call(next(turn)), len(links))
     graph.replay()
     events = [[torch.cuda.Event(enable_timing=True) for _ in range(2)] for _ in range(reps)]
     for begin, end in events:
@@ -90,13 +93,13 @@ def time_chain(call: Callable[[torch.Tensor], object], weights: Sequence[torch.T
         graph.replay()
         end.record()
     torch.cuda.synchronize(device)
-    return _median_us([begin.elapsed_time(end) / 1e3 for begin, end in events], len(weights))
+    return _median_us([begin.elapsed_time(end) / 1e3 for begin, end in events], len(links))
 
 
-def _host_seconds(call: Callable[[torch.Tensor], object], weights: Sequence[torch.Tensor]) -> float:
+def _host_seconds(call: Callable[[_Link], object], links: Sequence[_Link]) -> float:
     start = time.perf_counter()
-    for weight in weights:
-        call(weight)
+    for link in links:
+        call(link)
     return time.perf_counter() - start
 
 
@@ -117,7 +120,7 @@ def time_fastest(
     times: list[float] = []
     for call in calls:
         try:
-            times.append(time_chain(call, weights, reps))
+            times.append(time_chain(call, weights, reps, weights[0].device))
         except RuntimeError:
             if call is calls[-1] and not times:
                 raise

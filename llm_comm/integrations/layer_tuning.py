@@ -224,7 +224,7 @@ class LayerBench:
             ours = []
             for choice in choices_of(communicator, *of_layer)[:_MOST_CHOICES]:
                 call = behind(quantize, call_of_choice(communicator, *of_layer, choice))
-                us = time_chain(_spaced(call, spacer), weights, _REPS)
+                us = time_chain(_spaced(call, spacer), weights, _REPS, device)
                 ours.append((choice.block_outputs, choice.stages, choice.stage_boxes, round(us, 3)))
             found.append((round(theirs, 3), ours))
         communicator.check()

@@ -102,7 +102,7 @@ class Bench:
         for choice in [(0, 0, 0), *choices]:
             call = self._ours(layer, x, scales, choice)
             if call is not None:
-                times = [time_chain(call, weights, REPS), time_chain(self._spaced(call), weights, REPS)]
+                times = [time_chain(call, weights, REPS, device), time_chain(self._spaced(call), weights, REPS, device)]
                 found["choices"].append(" ".join(f"{number:.5g}" for number in (*choice, *times)))
         self._comm.check()
         found["choices"] = "; ".join(found["choices"])  # a line of the file
@@ -111,7 +111,7 @@ class Bench:
     def spacer_us(self) -> float:
         """What it takes alone."""
         weights = [torch.empty(0, device=self._at.device)] * 100
-        return round(time_chain(lambda _: self._spacer(), weights, REPS), 3)
+        return round(time_chain(lambda _: self._spacer(), weights, REPS, weights[0].device), 3)
 
     def _spaced(self, call: Callable[[torch.Tensor], object]) -> Callable[[torch.Tensor], object]:
         def both(weight: torch.Tensor) -> None:

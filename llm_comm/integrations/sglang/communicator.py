@@ -34,7 +34,7 @@ from llm_comm.integrations import (
     members,
     sleeping,
 )
-from llm_comm.integrations.engine_config import options_of
+from llm_comm.integrations.engine_config import options_of, seconds_at_start
 from llm_comm.integrations.gather_scatter import EngineGatherScatter
 from llm_comm.integrations.linear import (
     FIRST_ACTIVATED,
@@ -304,7 +304,11 @@ def _set_up_invariant_linears(group: Any, communicator: Communicator) -> str:
 def _set_up_experts(group: Any, communicator: Communicator) -> str:
     """With ``fuse_experts``: compute experts of few tokens by llm_comm, on all ranks or on none. Return text for the
     start line. Collective."""
-    if not options_of(communicator).fuse_experts:
+    config = options_of(communicator)
+    measures = config.fuse_experts == "auto"
+    # A batch takes milliseconds to measure, so there is no budget to keep.
+    may_measure = seconds_at_start(config, communicator.device, usual_s=1.0) > 0
+    if not config.fuse_experts or (measures and not may_measure):
         return ""
     of_this_rank = "deterministic inference is on" if _is_deterministic() else TABLE.attempt(seams.EXPERTS)
     why_not = joining.objection_of_any(group.cpu_group, of_this_rank, seams.EXPERTS)
@@ -312,8 +316,9 @@ def _set_up_experts(group: Any, communicator: Communicator) -> str:
         return f"; experts are SGLang's: {why_not}"
     from llm_comm.integrations.sglang import experts
 
-    experts.activate(group)
-    return f"; experts of up to {_core.linear_max_tokens} tokens by llm_comm (fuse_experts)"
+    experts.activate(group, measures)
+    where = ", where it is faster" if measures else ""
+    return f"; experts of up to {_core.linear_max_tokens} tokens by llm_comm{where} (fuse_experts)"
 
 
 def _attempt_linears() -> str | None:

@@ -163,6 +163,54 @@ def what_llm_comm_does_not_compute_is_left_to_sglang() -> None:
         assert runner.tokens == [4]
 
 
+@scenario(LLM_COMM_FUSE_EXPERTS="auto", LLM_COMM_TUNE_AT_START="1")
+def with_auto_batches_that_are_faster_are_computed_by_llm_comm() -> None:
+    measured: list[tuple[int, int]] = []
+
+    def time_chain(call: Any, links: Any, *_: Any) -> float:
+        """Times by which llm_comm is faster below 8 tokens."""
+        tokens = len(links[0][1].hidden_states)
+        for link in links:
+            call(link)
+        measured.append((tokens, len(links)))
+        if tokens == 3:
+            raise RuntimeError("no memory")
+        is_own = len(measured) % 2 == 1
+        return 1.0 if is_own or tokens > 8 else 0.5
+
+    with served() as log:
+        assert len(log.having("; experts of up to 64 tokens by llm_comm, where it is faster")) == (dist_rank() == 0)
+        method, first = experts()
+        second = experts()[1]
+        tokens = method.runner.tokens
+        with mock.patch("llm_comm.integrations.sglang.experts.time_chain", time_chain):
+            for layer in (first, second):  # SGLang's, until one comes again
+                check(method, layer, given_of(4))
+            assert (tokens, measured) == ([4, 4], [])
+            for layer in (first, second, first):
+                check(method, layer, given_of(4))
+            assert measured == [(4, 2)] * 2
+            del tokens[:]
+            check(method, second, given_of(4))
+            assert tokens == []
+            for count in (9, 9, 65, 0):
+                check(method, first, given_of(count))
+            assert measured[2:] == [(9, 2)] * 2
+            assert tokens[-4:] == [9, 9, 65, 0]
+            check(method, first, given_of(3))
+            check(method, first, given_of(3))
+            assert tokens[-2:] == [3, 3]
+            assert measured[4:] == [(3, 2)]
+        assert len(log.having("llm_comm: experts of 4 tokens: 0.5 us, SGLang's 1.0")) == (dist_rank() == 0)
+        assert len(log.having("experts of 3 tokens were not measured and are SGLang's: no memory")) == 1
+
+
+@scenario(LLM_COMM_FUSE_EXPERTS="auto", LLM_COMM_TUNE_AT_START="0")
+def with_auto_and_nothing_measured_experts_are_sglangs() -> None:
+    with served() as log:
+        check_untouched(log, "")
+
+
 @scenario()
 def without_the_option_experts_are_sglangs() -> None:
     before = unquantized.UnquantizedFusedMoEMethod.apply
@@ -212,7 +260,7 @@ def experts(dtype: torch.dtype = torch.bfloat16) -> tuple[Any, Any]:
     method.runner = Runner(backends.MoeRunnerBackend.TRITON)
     method.moe_runner_config = runners.MoeRunnerConfig(EXPERTS, EXPERTS, HIDDEN, INNER, layer_id=3, top_k=TOP_K)
     method._aiter_runner = None
-    random, layer = generator(dist_rank()), SimpleNamespace()
+    random, layer = generator(dist_rank()), nn.Module()
     for name, shape in (("w13_weight", (EXPERTS, 2 * INNER, HIDDEN)), ("w2_weight", (EXPERTS, HIDDEN, INNER))):
         weight = torch.randn(shape, generator=random) / shape[-1] ** 0.5
         setattr(layer, name, nn.Parameter(weight.to(dtype), requires_grad=False))
