@@ -287,8 +287,8 @@ OPTIONS: dict[str, Option] = {
         Alike.YES,
         "sums would be of parts that different kernels have rounded",
         "Whether SGLang's integration computes the experts of up to 64 tokens with llm_comm "
-        "(docs/experiments/experts.md). ``auto``: batches for which each rank measures it to be faster, when SGLang "
-        "first runs them. True: wherever it is served. Off by default: no GPU has run the present kernels.",
+        "(docs/experiments/experts.md). ``auto``: batches that each rank has measured to be faster. Off by default: "
+        "no GPU has run the present kernels.",
         of_engines=True,
     ),
     "tune_at_start": Option(
