@@ -16,7 +16,7 @@ from llm_comm.config import EngineOptions
 from llm_comm.errors import ConfigError
 from llm_comm.planning.catalogue import find_table
 from llm_comm.planning.layers import has_block_scales, is_preferred
-from llm_comm.planning.models import Layer, find, layers_of, read
+from llm_comm.planning.models import Layer, find, layers_of, read, router_of
 from llm_comm.planning.tables import TuningTable
 
 #: GPUs with shipped tables, used if this machine has none: name, number of SMs, compute capability.
@@ -56,7 +56,8 @@ def report(name: str, ranks: int, options: EngineOptions) -> dict[str, str]:
         lines["attention"] = "latent (MLA): its layers are not judged here"
     if options.fuse_linear == "auto":
         lines["linear layers"] = "those that are faster than the engine's: by the tuning table, or as measured at start"
-    for layer in layers_of(model, ranks):
+    router = router_of(model)
+    for layer in (*layers_of(model, ranks), *([router] if router else [])):
         lines[layer.name] = _verdict(layer, model.is_activated_in_sglang, tables, options)
     return lines
 
@@ -81,6 +82,8 @@ def _verdict(
     shape = f"{layer.outputs} x {layer.inputs}"
     if "silu" in layer.operation:
         shape += ", with its activation" + " in vLLM" * (not is_activated_in_sglang)
+    if layer.name == "router":
+        shape += ", in SGLang"
     if has_block_scales(layer.operation):
         shape += ", FP8 with scales of blocks (in vLLM, with fuse_linear on)"
     if layer.why_not:

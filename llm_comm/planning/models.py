@@ -244,15 +244,30 @@ def layers_of(
         yield _layer(model, "down_proj", LINEAR, model.hidden, inner, behind)
 
 
+def router_of(model: Model) -> Layer | None:
+    """Return the layer that scores experts, which each rank has as a whole and engines do not quantize. None if the
+    model has no experts."""
+    if not model.experts:
+        return None
+    return _layer(model._replace(is_fp8=False, why_not_layers=""), "router", LINEAR, model.experts, model.hidden)
+
+
 def layers_to_measure(
-    model: Model, ranks: int, with_activation: bool = True, with_block_scales: bool = True
+    model: Model,
+    ranks: int,
+    with_activation: bool = True,
+    with_block_scales: bool = True,
+    with_router: bool = False,
 ) -> Iterator[Layer]:
     """Yield the layers that an engine measures when it starts.
 
-    These are the layers of ``layers_of``, and gate and up without their activation. An engine uses the latter if one
-    kernel for both is not faster.
+    These are the layers of ``layers_of``, the router if llm_comm hooks it, and gate and up without their activation. An
+    engine uses the latter if one kernel for both is not faster.
     """
     yield from layers_of(model, ranks, with_activation, with_block_scales)
+    router = router_of(model) if with_router else None
+    if router is not None:
+        yield router
     if with_activation:
         alone = layers_of(model, ranks, False, with_block_scales)
         yield from (layer for layer in alone if layer.name == "gate_up_proj")

@@ -103,6 +103,12 @@ def test_a_model_that_no_table_has(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         ({"intermediate_size": 14400}, "gate_up_proj", "the engine's: 7200 outputs are no multiple of 64"),
         ({"intermediate_size": 14400}, "down_proj", "the engine's: 7200 inputs are no multiple of 64"),
         ({"num_experts": 128}, "experts", "128, the engine's; their sum is served"),
+        (
+            {"num_experts": 128, "quantization_config": {"quant_method": "awq"}},
+            "router",
+            f"128 x 4096, in SGLang: measured at start on {H100}, measured at start on {H200}",
+        ),
+        ({"num_experts": 8}, "router", "8 x 4096, in SGLang: the engine's: 8 outputs are no multiple of 64"),
         ({"kv_lora_rank": 512}, "attention", "latent (MLA): its layers are not judged here"),
         ({"quantization_config": {"quant_method": "awq"}}, "o_proj", "the engine's: quantized by awq"),
         (

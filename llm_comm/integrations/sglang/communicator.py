@@ -53,7 +53,7 @@ from llm_comm.integrations.seams import FLASHINFER
 from llm_comm.integrations.sglang import groups, seams
 from llm_comm.integrations.sglang.seams import TABLE
 from llm_comm.planning.layers import LINEAR_SILU_AND_MUL
-from llm_comm.planning.models import Layer, Model, find, layers_to_measure, of_config
+from llm_comm.planning.models import Layer, Model, find, layers_to_measure, of_config, router_of
 from llm_comm.runtime.rendezvous import Rendezvous
 
 logger = logging.getLogger("sglang.llm_comm")
@@ -262,13 +262,13 @@ def _set_up_linears(group: Any, communicator: Communicator, model: Model | None)
         layers: Iterable[Layer] = ()
         if model is not None:
             with_activation = activates and model.is_activated_in_sglang
-            layers = layers_to_measure(model, group.world_size, with_activation, with_block_scales=False)
+            layers = layers_to_measure(model, group.world_size, with_activation, False, with_router=True)
         found = layer_tuning.tune(communicator, group.cpu_group, layers, logger)
         why_not = why_not_preferred(communicator)
     if why_not is None:
         from llm_comm.integrations.sglang import linear
 
-        linear.activate()
+        linear.activate(None if model is None else router_of(model))
     return about_linear(communicator, "SGLang", why_not, communicator.max_preferred_tokens) + found
 
 

@@ -4,7 +4,8 @@ norms (``fused_norm.py``).
 Which layers. A decode step is a chain of layers, all-reduces and norms. llm_comm's linear kernel fetches its weight
 while earlier kernels run, if those trigger early, as llm_comm's all-reduce kernels do. So llm_comm computes the layers
 before and after an all-reduce of the tensor-parallel group: ``RowParallelLinear`` and ``ColumnParallelLinear``. The
-classes of qkv and of gate and up derive from the latter.
+classes of qkv and of gate and up derive from the latter. Of ``ReplicatedLinear``, layers with the shape of the model's
+router. All ranks have the same router and the same x, and must choose the same experts, so all use the same kernel.
 
 Hooks. Two methods of ``UnquantizedLinearMethod`` are hooked. ``create_weights`` marks suitable layers once, so that
 compiled graphs have a constant. ``apply`` calls llm_comm for marked layers, and SGLang's method if llm_comm declines.
@@ -36,6 +37,7 @@ import torch.distributed as dist
 
 from llm_comm.integrations.linear import prefers_some
 from llm_comm.integrations.sglang.fused_norm import State, all_sums_are_of_the_group
+from llm_comm.planning.models import Layer
 
 logger = logging.getLogger("sglang.llm_comm")
 
@@ -57,11 +59,13 @@ class _SGLang:
     """Objects of SGLang that the hooks use. ``set_up`` fills them in.
 
     Attributes:
+        replicated: Class of layers that each rank has as a whole.
         row_parallel: Class of layers whose results are summed over ranks.
         column_parallel: Class of layers whose outputs are split over ranks.
         unquantized: Module with SGLang's kernels for layers without quantization.
     """
 
+    replicated: Any = None
     row_parallel: Any = None
     column_parallel: Any = None
     unquantized: Any = None
@@ -75,14 +79,29 @@ def set_up() -> None:
     """
     layers = importlib.import_module(_LAYERS)
     _SGLang.row_parallel, _SGLang.column_parallel = layers.RowParallelLinear, layers.ColumnParallelLinear
+    _SGLang.replicated = layers.ReplicatedLinear
     _SGLang.unquantized = importlib.import_module(_UNQUANTIZED)
     _their_backend()  # fails here rather than when a model is made
 
 
-def activate() -> None:
-    """Let llm_comm compute the layers of models that are created after this call. Call it on all ranks."""
-    State.computes_linears = True
+def activate(router: Layer | None) -> None:
+    """Let llm_comm compute the layers of models that are created after this call. Call it on all ranks.
+
+    Args:
+        router: The model's router; None if it has none.
+    """
+    State.computes_linears, _Router.shape = True, None if router is None else (router.outputs, router.inputs)
     _say_that_fuse_linear_is_off.cache_clear()
+
+
+class _Router:
+    """The model's router.
+
+    Attributes:
+        shape: Of its weight; None if there is no router.
+    """
+
+    shape: tuple[int, int] | None = None
 
 
 # ---- Which layers ---------------------------------------------------------------------------------------------------
@@ -97,8 +116,12 @@ def create_weights(theirs: Any, method: Any, layer: Any, *args: Any, **kwargs: A
 
 
 def _is_of_the_kind(layer: Any) -> bool:
-    """Return whether ``layer`` is split over the tensor-parallel group, by columns or by rows."""
-    if _ranks_of(layer) != State.group.world_size or not all_sums_are_of_the_group():
+    """Return whether ``layer`` is split over the tensor-parallel group, by columns or by rows, or is the router."""
+    if not all_sums_are_of_the_group():
+        return False
+    if isinstance(layer, _SGLang.replicated):
+        return tuple(layer.weight.shape) == _Router.shape
+    if _ranks_of(layer) != State.group.world_size:
         return False
     if isinstance(layer, _SGLang.column_parallel):
         return True

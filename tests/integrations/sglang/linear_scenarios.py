@@ -76,6 +76,7 @@ def make_layers() -> Any:
     return excerpt(
         _LAYERS,
         "LinearBase",
+        "ReplicatedLinear",
         "RowParallelLinear",
         "ColumnParallelLinear",
         "MergedColumnParallelLinear",
@@ -343,6 +344,29 @@ def layers_of_the_model_measure_themselves() -> None:
         assert calls == [2, 16]
 
 
+@scenario(LLM_COMM_FUSE_LINEAR="1")
+def the_router_of_experts_is_computed_by_llm_comm() -> None:
+    experts = 64
+    with model_of("qwen3_moe", num_experts=experts), served() as (_, calls):
+        router, other = replicated(experts), replicated(experts // 2)
+        for tokens in (1, 17, 64, 65):
+            x = numbers((tokens, INPUTS))
+            close(router(x)[0], product(router, x))
+            close(other(x)[0], product(other, x))
+        assert calls == [1, 17, 64]
+    meet_elsewhere("second")
+    with model_of("llama"), served() as (_, calls):
+        router, x = replicated(experts), numbers((4, INPUTS))
+        close(router(x)[0], product(router, x))
+        assert calls == []
+
+
+@scenario(LLM_COMM_TUNE_AT_START="60")
+def the_router_of_experts_is_measured_too() -> None:
+    with measured("qwen3_moe", "router", num_experts=64) as layers, served():
+        assert layers == [("linear", 64, 512)]
+
+
 @scenario(smoke=True, LLM_COMM_FUSE_LINEAR="1")
 def gate_and_up_are_computed_with_silu_and_mul() -> None:
     said = f"layer computed with silu-and-mul (2 ranks, shape (1, {INPUTS}), weight (256, {INPUTS}))"
@@ -524,22 +548,28 @@ def gate_and_up_of_other_mlps_are_measured_alone() -> None:
 
 
 @contextmanager
-def measured(kind: str) -> Iterator[list[tuple[str, int, int]]]:
-    """What of gate and up is measured at the start of a server with a model of ``kind``."""
+def measured(kind: str, name: str = "gate_up_proj", **others: int) -> Iterator[list[tuple[str, int, int]]]:
+    """What of the layers of ``name`` is measured at the start of a server with a model of ``kind``."""
     found: list[tuple[str, int, int]] = []
 
     def tune(communicator: Any, group: Any, layers: Any, log: Any) -> str:
-        found.extend(layer[1:4] for layer in layers if layer.name == "gate_up_proj")
+        found.extend(layer[1:4] for layer in layers if layer.name == name)
         return ""
 
-    entries = {"num_attention_heads": 8, "hidden_size": 512, "intermediate_size": 1024, "num_hidden_layers": 1}
-    place = shared_directory() / f"model{dist_rank()}"
-    place.mkdir()
-    (place / "config.json").write_text(json.dumps({**entries, "rms_norm_eps": 1e-5, "model_type": kind}))
-    options = SimpleNamespace(model_path=str(place), quantization=None, enable_dp_attention=False)
-    by_options = mock.patch("sglang.srt.runtime_context.get_server_args", return_value=options)
-    with by_options, mock.patch.object(layer_tuning, "tune", tune):
+    with model_of(kind, hidden_size=512, **others), mock.patch.object(layer_tuning, "tune", tune):
         yield found
+
+
+@contextmanager
+def model_of(kind: str, **others: int) -> Iterator[None]:
+    """A server's model of ``kind``, with ``others`` in its config.json."""
+    entries = {"num_attention_heads": 8, "hidden_size": INPUTS, "intermediate_size": 1024, "num_hidden_layers": 1}
+    place = shared_directory() / f"{kind}{dist_rank()}"
+    place.mkdir()
+    (place / "config.json").write_text(json.dumps({**entries, "rms_norm_eps": 1e-5, "model_type": kind, **others}))
+    options = SimpleNamespace(model_path=str(place), quantization=None, enable_dp_attention=False)
+    with mock.patch("sglang.srt.runtime_context.get_server_args", return_value=options):
+        yield
 
 
 @scenario()
@@ -724,6 +754,10 @@ def row_parallel(input_size: int = INPUTS, output_size: int = OUTPUTS, **options
 def column_parallel(output_size: int = OUTPUTS, **options: Any) -> Any:
     options = {"bias": False, "params_dtype": torch.bfloat16, **options}
     return fill(linear.ColumnParallelLinear(INPUTS, output_size, **options))
+
+
+def replicated(output_size: int) -> Any:
+    return fill(linear.ReplicatedLinear(INPUTS, output_size, bias=False, params_dtype=torch.bfloat16))
 
 
 def merged(output_sizes: list[int], **options: Any) -> Any:
