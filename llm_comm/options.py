@@ -221,7 +221,7 @@ OPTIONS: dict[str, Option] = {
         _SIZE,
         Alike.YES,
         "slots of messages would lie at different addresses",
-        "Device memory of each rank for one communicator, outside torch's pool: a header of 64 KiB and two slots for "
+        "Device memory of each rank for one communicator, outside torch's pool: a header of 128 KiB and two slots for "
         "messages in flight. A slot bounds what one kernel launch can carry: half of it for two-shot, ``1 / "
         "world_size`` of it for one-shot. A longer message takes several launches.",
     ),

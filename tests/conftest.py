@@ -47,8 +47,8 @@ def environment() -> Iterator[None]:
 
 @pytest.fixture(scope="session")
 def ranks() -> Iterator[RankPool]:
-    """Eight processes, each a rank with an emulated GPU."""
-    with RankPool(8) as pool:
+    """Up to 16 processes, each a rank with an emulated GPU. A test starts those that it needs first."""
+    with RankPool(16) as pool:
         yield pool
 
 

@@ -110,20 +110,33 @@ inline constexpr uint32_t kReducedTogether = World <= 2   ? 4
 
 // Reduces a chunk of `lines` lines. load(rank, line) returns a rank's contribution.
 template <DataType D, int World, class Load, class Store>
-LLM_COMM_DEVICE void sum_chunk(const Team& team, uint32_t lines, Load load, Store store) {
-  constexpr uint32_t kBatch = kReducedTogether<World>;
+LLM_COMM_DEVICE void sum_chunk(const Team& team, uint32_t lines, Load load, Store store,
+                               Ranks<World> ranks = Ranks<World>()) {
   const uint32_t threads = team.threads;
-  for (uint32_t i = team.thread; i < lines; i += kBatch * threads) {
-    Line contribution[kBatch][World];
-    LLM_COMM_UNROLL(4)
-    for (uint32_t j = 0; j < kBatch; ++j) {
-      if (i + j * threads >= lines) continue;
-      LLM_COMM_UNROLL(8)
-      for (uint32_t of = 0; of < World; ++of) contribution[j][of] = load(of, i + j * threads);
+  if constexpr (!kIsExactWorld<World>) {
+    using Elements = Pack<D, sizeof(Line) / sizeof(typename Element<D>::Storage)>;
+    LLM_COMM_UNROLL(1)
+    for (uint32_t i = team.thread; i < lines; i += threads) {
+      RunningSum<D, sizeof(Elements) / sizeof(typename Element<D>::Storage)> sum;
+      add_in_batches<Line>(
+          ranks.count(), [&](uint32_t of) { return load(of, i); },
+          [&](bool is_first, Line line) { sum.add(is_first, __builtin_bit_cast(Elements, line)); });
+      store(i, __builtin_bit_cast(Line, sum.round()));
     }
-    LLM_COMM_UNROLL(4)
-    for (uint32_t j = 0; j < kBatch; ++j) {
-      if (i + j * threads < lines) store(i + j * threads, sum_lines<D, World>(contribution[j]));
+  } else {
+    constexpr uint32_t kBatch = kReducedTogether<World>;
+    for (uint32_t i = team.thread; i < lines; i += kBatch * threads) {
+      Line contribution[kBatch][World];
+      LLM_COMM_UNROLL(4)
+      for (uint32_t j = 0; j < kBatch; ++j) {
+        if (i + j * threads >= lines) continue;
+        LLM_COMM_UNROLL(8)
+        for (uint32_t of = 0; of < World; ++of) contribution[j][of] = load(of, i + j * threads);
+      }
+      LLM_COMM_UNROLL(4)
+      for (uint32_t j = 0; j < kBatch; ++j) {
+        if (i + j * threads < lines) store(i + j * threads, sum_lines<D, World>(contribution[j]));
+      }
     }
   }
 }

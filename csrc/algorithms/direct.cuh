@@ -21,6 +21,8 @@
 // vain and the time-out reports the error.
 #pragma once
 
+#include <type_traits>
+
 #include "algorithms/chunked.cuh"
 #include "llm_comm/symmetric.cuh"
 
@@ -57,18 +59,19 @@ struct DirectOperation : Operation {
 // Fails the communicator if a rank has no symmetric offset, or another one than rank 0. All ranks name the same rank.
 // Called by one thread, during or after the steps of the session.
 template <int World, class OffsetOf>
-LLM_COMM_DEVICE void fail_unless_offsets_agree(const HBSession& session, uint32_t phase, OffsetOf offset_of) {
-  uint32_t missing = World;
-  uint32_t elsewhere = World;
+LLM_COMM_DEVICE void fail_unless_offsets_agree(const HBSession& session, uint32_t phase, Ranks<World> ranks,
+                                               OffsetOf offset_of) {
+  uint32_t missing = ranks.count();
+  uint32_t elsewhere = ranks.count();
   LLM_COMM_UNROLL(1)
-  for (uint32_t rank = World; rank-- > 0;) {
+  for (uint32_t rank = ranks.count(); rank-- > 0;) {
     const uint64_t symmetric_offset = offset_of(rank);
     if (symmetric_offset == kNoSymmetricOffset) missing = rank;
     if (symmetric_offset != offset_of(0)) elsewhere = rank;
   }
-  if (missing != World) {
+  if (missing != ranks.count()) {
     session.fail(ErrorCause::kNotSymmetric, missing, phase);
-  } else if (elsewhere != World) {
+  } else if (elsewhere != ranks.count()) {
     session.fail(ErrorCause::kOtherSymmetricOffset, elsewhere, phase);
   }
 }
@@ -79,6 +82,7 @@ class DirectSession {
  public:
   LLM_COMM_DEVICE DirectSession(const DeviceComm& comm, OperationKind kind, uint64_t bytes, uint32_t block)
       : comm_(comm),
+        ranks_(comm.world_size),
         block_(block),
         shared_(shared_memory<Shared>()),
         session_(comm, kind, bytes, SignalRow::of<DirectSignals>(block), &shared_->incomplete) {}
@@ -112,7 +116,7 @@ class DirectSession {
     run_one_step(kReady, [&](uint32_t step) {
       if (step == 0) tell(said);
       if (step == 0 || thread_index() != 0) return;
-      fail_unless_offsets_agree<World>(session_, kReady, [&](uint32_t rank) {
+      fail_unless_offsets_agree(session_, kReady, ranks_, [&](uint32_t rank) {
         return offset_in(rank == comm_.rank ? said : load_line(word(comm_.rank, rank)), 0);
       });
     });
@@ -145,6 +149,45 @@ class DirectSession {
   // Address of a rank's tensor, valid in work().
   LLM_COMM_DEVICE char* address(uint32_t tensor, uint32_t rank) const { return shared_->address[tensor][rank]; }
 
+  // Addresses of a tensor on all ranks, in order from rank `first` on, modulo the world size.
+  class AddressesInRegisters {
+   public:
+    LLM_COMM_DEVICE AddressesInRegisters(const DirectSession& session, uint32_t tensor, uint32_t first) {
+      LLM_COMM_UNROLL(8)
+      for (uint32_t i = 0; i < World; ++i) address_[i] = session.address(tensor, (first + i) % World);
+    }
+    LLM_COMM_DEVICE char* at(uint32_t i) const { return address_[i]; }
+    // Calls visit(address) for each rank.
+    template <class Visit>
+    LLM_COMM_DEVICE void for_each(Visit visit) const {
+      LLM_COMM_UNROLL(8)
+      for (uint32_t i = 0; i < World; ++i) visit(address_[i]);
+    }
+
+   private:
+    char* address_[World];
+  };
+  // The same for worlds whose addresses take too many registers: they stay in shared memory.
+  class ManyAddresses {
+   public:
+    LLM_COMM_DEVICE ManyAddresses(const DirectSession& session, uint32_t tensor, uint32_t first)
+        : session_(session), tensor_(tensor), first_(first) {}
+    LLM_COMM_DEVICE char* at(uint32_t i) const {
+      return session_.address(tensor_, session_.ranks_.after(first_, i));
+    }
+    template <class Visit>
+    LLM_COMM_DEVICE void for_each(Visit visit) const {
+      LLM_COMM_UNROLL(4)
+      for (uint32_t i = 0; i < session_.ranks_.count(); ++i) visit(at(i));
+    }
+
+   private:
+    const DirectSession& session_;
+    uint32_t tensor_;
+    uint32_t first_;
+  };
+  using Addresses = std::conditional_t<kIsExactWorld<World>, AddressesInRegisters, ManyAddresses>;
+
   // Symmetric offset of a peer's tensor, for requests to the proxy.
   LLM_COMM_DEVICE uint64_t symmetric_offset(uint32_t tensor, uint32_t peer) const {
     return offset_in(load_line(word(comm_.rank, peer)), tensor);
@@ -170,7 +213,7 @@ class DirectSession {
   }
 
   LLM_COMM_DEVICE Line* word(uint32_t receiver, uint32_t sender) const {
-    return session_.staging(receiver, 0) + block_ * World + sender;
+    return session_.staging(receiver, 0) + block_ * ranks_.count() + sender;
   }
 
   LLM_COMM_DEVICE static uint64_t offset_in(Line said, uint32_t tensor) {
@@ -179,13 +222,13 @@ class DirectSession {
 
   LLM_COMM_DEVICE void tell(Line said) const {
     const uint32_t peer = thread_index();
-    if (peer < World && peer != comm_.rank) store_line(word(peer, comm_.rank), said);
+    if (peer < ranks_.count() && peer != comm_.rank) store_line(word(peer, comm_.rank), said);
   }
 
   // Reads the offsets of all ranks. Returns false, on all threads, if a rank has no symmetric tensor.
   LLM_COMM_DEVICE bool learn(Line own) const {
     const uint32_t rank = thread_index();
-    if (rank < World) {
+    if (rank < ranks_.count()) {
       const Line said = rank == comm_.rank ? own : load_line(word(comm_.rank, rank));
       LLM_COMM_UNROLL(2)
       for (uint32_t i = 0; i < Tensors; ++i) {
@@ -195,20 +238,21 @@ class DirectSession {
       }
     }
     block_sync();
-    uint32_t missing = World;
+    uint32_t missing = ranks_.count();
     LLM_COMM_UNROLL(8)
-    for (uint32_t of = World; of-- > 0;) {
+    for (uint32_t of = ranks_.count(); of-- > 0;) {
       LLM_COMM_UNROLL(2)
       for (uint32_t i = 0; i < Tensors; ++i) {
         if (address(i, of) == nullptr) missing = of;
       }
     }
-    if (missing == World) return true;
+    if (missing == ranks_.count()) return true;
     if (thread_index() == 0) session_.fail(ErrorCause::kNotSymmetric, missing, kReady);
     return false;
   }
 
   const DeviceComm& comm_;
+  Ranks<World> ranks_;
   uint32_t block_;
   Shared* shared_;
   HBSession session_;

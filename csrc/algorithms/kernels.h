@@ -1,4 +1,5 @@
-// Look-up of an algorithm's kernels by data type, world size and variant. CMake generates translation units from the
+// Look-up of an algorithm's kernels by data type, world size and variant. Worlds above kMaxExactWorld share kernels
+// (ranks.cuh), which belong to the odd worlds: so both halves have as many. CMake generates translation units from the
 // lists of algorithms. For GPUs there is one for each algorithm, data type and parity of the world size, so that a
 // build uses all cores (with LLM_COMM_SPLIT_KERNELS=OFF one per algorithm). All other code only asks for addresses.
 #pragma once
@@ -10,7 +11,7 @@
 
 namespace llm_comm::inline LLM_COMM_TARGET {
 
-enum class Worlds : uint32_t { kEven = 0, kOdd = 1 };
+enum class Worlds : uint32_t { kEven = 0, kOdd = 1 };  // kOdd: with those above kMaxExactWorld
 
 template <class Algorithm>
 using KernelOf = void (*)(typename Algorithm::Operation::Args);
@@ -32,7 +33,10 @@ KernelOf<Algorithm> Kernels<Algorithm, D, Half>::find(uint32_t world, uint32_t v
   constexpr int kFirst = 2 + static_cast<int>(Half);
   [&]<int... I>(std::integer_sequence<int, I...>) {
     ((world == kFirst + 2 * I ? look_at_world.template operator()<kFirst + 2 * I>() : void()), ...);
-  }(std::make_integer_sequence<int, (kMaxWorldSize - kFirst) / 2 + 1>());
+  }(std::make_integer_sequence<int, (kMaxExactWorld - kFirst) / 2 + 1>());
+  if constexpr (Half == Worlds::kOdd) {
+    if (world > kMaxExactWorld && world <= kMaxWorldSize) look_at_world.template operator()<kMaxWorldSize>();
+  }
   return found;
 }
 
@@ -43,7 +47,7 @@ KernelOf<Algorithm> find_kernel(DataType type, uint32_t world, uint32_t variant)
   const auto look_at_type = [&]<DataType D>() {
     if constexpr (Algorithm::Operation::serves(D)) {
       if (type != D) return;
-      found = world % 2 == 0 ? Kernels<Algorithm, D, Worlds::kEven>::find(world, variant)
+      found = world % 2 == 0 && world <= kMaxExactWorld ? Kernels<Algorithm, D, Worlds::kEven>::find(world, variant)
                              : Kernels<Algorithm, D, Worlds::kOdd>::find(world, variant);
     }
   };

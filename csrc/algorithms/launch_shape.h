@@ -24,7 +24,7 @@ struct Problem {
   uint64_t count;  // elements of a rank's input, at least 1
   uint32_t row;    // elements of a row, for operations that work on rows; else 0
   DataType type;
-  uint32_t world;                    // number of ranks: 2 to 8
+  uint32_t world;                    // number of ranks: 2 to kMaxWorldSize
   double parameter[kMaxParameters];  // parameters of the operation, in the order of its descriptor
 
   // Units that launches divide among them: rows or elements.

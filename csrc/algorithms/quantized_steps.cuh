@@ -27,6 +27,7 @@ class QuantizedSteps {
   LLM_COMM_DEVICE QuantizedSteps(const DeviceComm& comm, uint32_t block, uint32_t chunk_lines, uint32_t depth,
                                  uint32_t slice)
       : rank_(comm.rank),
+        ranks_(comm.world_size),
         room_((chunk_lines + kQuantizedChunkLines - 1) / kQuantizedChunkLines * kQuantizedChunkLines),
         chunks_(block, chunk_lines, slice),
         buffers_(comm, block, lines_of_quantized_chunk(room_), depth) {}
@@ -121,8 +122,8 @@ class QuantizedSteps {
   template <class SliceOf>
   LLM_COMM_DEVICE void collect(const Team& team, uint32_t hop, uint32_t t, SliceOf slice_of) const {
     LLM_COMM_UNROLL(1)
-    for (uint32_t i = 1; i < World; ++i) {
-      const uint32_t owner = (rank_ + i) % World;
+    for (uint32_t i = 1; i < ranks_.count(); ++i) {
+      const uint32_t owner = ranks_.after(rank_, i);
       const auto& slice = slice_of(owner);
       const Line* const sent = buffers_.from(hop, t, owner);
       const uint32_t first = chunks_.first(t);
@@ -156,8 +157,10 @@ class QuantizedSteps {
             lines = chunks_.lines(t, own.lines())](uint32_t k) {
       Contributions all;
       all.own = k < lines ? own.load(first + k) : Line{};
-      LLM_COMM_UNROLL(8)
-      for (uint32_t i = 0; i < World - 1; ++i) all.of_other[i] = get(incoming.of(i), k);
+      LLM_COMM_UNROLL(16)
+      for (uint32_t i = 0; i < World - 1; ++i) {
+        if (ranks_.has(i + 1)) all.of_other[i] = get(incoming.of(i), k);
+      }
       return all;
     };
   }
@@ -239,10 +242,10 @@ class QuantizedSteps {
       LLM_COMM_UNROLL(8)
       for (uint32_t i = 0; i < kPerLine; ++i) sum.of[i] = is_first ? x.of[i] : sum.of[i] + x.of[i];
     };
-    LLM_COMM_UNROLL(8)
+    LLM_COMM_UNROLL(16)
     for (uint32_t i = 0; i < World; ++i) {
       if (i == rank_) add(i == 0, LineElements<D>::values(own));
-      if (i < World - 1) add(i == 0 && rank_ != 0, dequantize<W>(of_other[i]));
+      if (i < World - 1 && ranks_.has(i + 1)) add(i == 0 && rank_ != 0, dequantize<W>(of_other[i]));
     }
     return sum;
   }
@@ -263,6 +266,7 @@ class QuantizedSteps {
   }
 
   uint32_t rank_;
+  Ranks<World> ranks_;
   uint32_t room_;  // lines of a chunk in a buffer, in whole warps
   Chunks chunks_;
   Buffers buffers_;

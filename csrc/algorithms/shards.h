@@ -14,8 +14,9 @@ namespace llm_comm {
 enum ShardParameter { kRows, kFirstSize };
 
 constexpr OperationInfo with_shards(OperationInfo info) {
-  const char* const names[kMaxWorldSize] = {"size_0", "size_1", "size_2", "size_3",
-                                            "size_4", "size_5", "size_6", "size_7"};
+  const char* const names[kMaxWorldSize] = {"size_0",  "size_1",  "size_2",  "size_3", "size_4",  "size_5",
+                                            "size_6",  "size_7",  "size_8",  "size_9", "size_10", "size_11",
+                                            "size_12", "size_13", "size_14", "size_15"};
   info.parameters[kRows].name = "rows";
   for (int rank = 0; rank < kMaxWorldSize; ++rank) info.parameters[kFirstSize + rank].name = names[rank];
   return info;

@@ -18,6 +18,8 @@
 // R1 of operation.cuh: a block waits for each peer. R2: no slot is used.
 #pragma once
 
+#include <type_traits>
+
 #include "algorithms/chunked.cuh"
 
 namespace llm_comm::inline LLM_COMM_TARGET {
@@ -32,7 +34,7 @@ template <int World, bool HasOwn>
 class ChunkBuffersOf {
  public:
   LLM_COMM_DEVICE ChunkBuffersOf(const DeviceComm& comm, uint32_t block, uint32_t chunk_lines, uint32_t depth)
-      : comm_(comm), block_(block), chunk_lines_(chunk_lines), stages_(2 * depth) {}
+      : comm_(comm), ranks_(comm.world_size), block_(block), chunk_lines_(chunk_lines), stages_(2 * depth) {}
 
   // Buffer on this rank that receives chunk t of `sender`.
   LLM_COMM_DEVICE const Line* from(uint32_t hop, uint32_t t, uint32_t sender) const {
@@ -66,8 +68,8 @@ class ChunkBuffersOf {
   template <class Visit>
   LLM_COMM_DEVICE void for_each_staged(uint32_t t, Visit visit) const {
     LLM_COMM_UNROLL(1)
-    for (uint32_t i = 1; i < World; ++i) {
-      const uint32_t to = (comm_.rank + i) % World;  // every rank starts with another peer
+    for (uint32_t i = 1; i < ranks_.count(); ++i) {
+      const uint32_t to = ranks_.after(comm_.rank, i);  // every rank starts with another peer
       visit(to, of(to, kFirstHop, t, comm_.rank));
     }
   }
@@ -78,13 +80,13 @@ class ChunkBuffersOf {
     sum_chunk<D, World>(
         team, lines,
         [&](uint32_t of, uint32_t k) { return of == comm_.rank ? own(k) : load_line(from(kFirstHop, t, of) + k); },
-        store);
+        store, ranks_);
   }
 
   // Stores lines of this rank's chunk t to the buffers of all peers.
-  class ToOthers {
+  class ToOthersInRegisters {
    public:
-    LLM_COMM_DEVICE ToOthers(const ChunkBuffersOf& buffers, uint32_t hop, uint32_t t) {
+    LLM_COMM_DEVICE ToOthersInRegisters(const ChunkBuffersOf& buffers, uint32_t hop, uint32_t t) {
       const uint32_t rank = buffers.comm_.rank;
       LLM_COMM_UNROLL(8)
       for (uint32_t i = 1; i < World; ++i) targets_[i] = buffers.of((rank + i) % World, hop, t, rank);
@@ -102,6 +104,29 @@ class ChunkBuffersOf {
    private:
     Line* targets_[World];
   };
+  // The same for worlds whose addresses take too many registers: computes each address at its use.
+  class ToManyOthers {
+   public:
+    LLM_COMM_DEVICE ToManyOthers(const ChunkBuffersOf& buffers, uint32_t hop, uint32_t t)
+        : buffers_(buffers), hop_(hop), t_(t) {}
+    LLM_COMM_DEVICE void store(uint32_t k, Line line) const {
+      for_each([&](Line* target) { store_line(target + k, line); });
+    }
+    template <class Visit>
+    LLM_COMM_DEVICE void for_each(Visit visit) const {
+      const uint32_t rank = buffers_.comm_.rank;
+      LLM_COMM_UNROLL(1)
+      for (uint32_t i = 1; i < buffers_.ranks_.count(); ++i) {
+        visit(buffers_.of(buffers_.ranks_.after(rank, i), hop_, t_, rank));
+      }
+    }
+
+   private:
+    const ChunkBuffersOf& buffers_;
+    uint32_t hop_;
+    uint32_t t_;
+  };
+  using ToOthers = std::conditional_t<kIsExactWorld<World>, ToOthersInRegisters, ToManyOthers>;
 
   // Called by the signal threads before they signal a step.
   LLM_COMM_DEVICE static void fence() {}
@@ -109,13 +134,14 @@ class ChunkBuffersOf {
  private:
   // Buffer on `receiver` for chunk t of `sender`.
   LLM_COMM_DEVICE Line* of(uint32_t receiver, uint32_t hop, uint32_t t, uint32_t sender) const {
-    constexpr uint32_t kSenders = HasOwn ? World : World - 1;
-    const uint64_t buffer = (uint64_t{t % stages_} * block_count() + block_) * kSenders +
+    const uint32_t senders = HasOwn ? ranks_.count() : ranks_.count() - 1;
+    const uint64_t buffer = (uint64_t{t % stages_} * block_count() + block_) * senders +
                             (HasOwn ? sender : among_others(sender, receiver));
     return staging_of(comm_, receiver, hop) + buffer * chunk_lines_;
   }
 
   const DeviceComm& comm_;
+  Ranks<World> ranks_;
   uint32_t block_;
   uint32_t chunk_lines_;
   uint32_t stages_;
@@ -136,6 +162,7 @@ class StepPipeline {
                                uint32_t depth, uint32_t shard_lines)
       : session_(session),
         rank_(comm.rank),
+        ranks_(comm.world_size),
         depth_(depth),
         chunks_(block, chunk_lines, shard_lines),
         buffers_(comm, block, chunk_lines, depth) {}
@@ -218,8 +245,8 @@ class StepPipeline {
   template <class ShardOf>
   LLM_COMM_DEVICE void collect(const Team& team, uint32_t hop, uint32_t t, ShardOf shard_of) const {
     LLM_COMM_UNROLL(1)
-    for (uint32_t i = 1; i < World; ++i) {
-      const uint32_t owner = (rank_ + i) % World;
+    for (uint32_t i = 1; i < ranks_.count(); ++i) {
+      const uint32_t owner = ranks_.after(rank_, i);
       const auto& shard = shard_of(owner);
       const Line* const sent = buffers_.from(hop, t, owner);
       const uint32_t first = chunks_.first(t);
@@ -243,6 +270,7 @@ class StepPipeline {
 
   HBSession& session_;
   uint32_t rank_;
+  Ranks<World> ranks_;
   uint32_t depth_;
   Chunks chunks_;
   Buffers buffers_;

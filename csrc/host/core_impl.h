@@ -32,7 +32,8 @@ inline void check_options(const CoreOptions& options) {
   if (options.world_size < 1 || options.world_size > kMaxWorldSize || options.rank < 0 ||
       options.rank >= options.world_size) {
     throw std::invalid_argument("rank " + std::to_string(options.rank) + " of " + std::to_string(options.world_size) +
-                                ": the world size must be 1 to 8 and the rank below it");
+                                ": the world size must be 1 to " + std::to_string(kMaxWorldSize) +
+                                " and the rank below it");
   }
   if (options.slot_bytes == 0 || options.slot_bytes % sizeof(Line) != 0) {
     throw std::invalid_argument("slot_bytes is " + std::to_string(options.slot_bytes) +

@@ -7,7 +7,7 @@ namespace llm_comm::host {
 
 namespace {
 
-constexpr uint32_t kThreads = 8;  // per block; at least one for each partner
+constexpr uint32_t kThreads = 16;  // per block; at least one for each partner
 static_assert(kThreads >= kMaxWorldSize);
 
 class EmulatedExchangeDevice {

@@ -31,7 +31,7 @@ template <int Parts>
 class SwitchBuffers {
  public:
   LLM_COMM_DEVICE SwitchBuffers(const DeviceComm& comm, uint32_t block, uint32_t chunk_lines, uint32_t depth)
-      : comm_(comm), channel_(comm), block_(block), chunk_lines_(chunk_lines), stages_(2 * depth) {}
+      : comm_(comm), parts_(comm.world_size), channel_(comm), block_(block), chunk_lines_(chunk_lines), stages_(2 * depth) {}
 
   LLM_COMM_DEVICE const Line* from(uint32_t hop, uint32_t t, uint32_t part) const { return of(hop, t, part); }
 
@@ -39,7 +39,7 @@ class SwitchBuffers {
   template <class Visit>
   LLM_COMM_DEVICE void for_each_staged(uint32_t t, Visit visit) const {
     LLM_COMM_UNROLL(1)
-    for (uint32_t part = 0; part < Parts; ++part) visit(part, of(kFirstHop, t, part));
+    for (uint32_t part = 0; part < parts_.count(); ++part) visit(part, of(kFirstHop, t, part));
   }
 
   template <DataType D, class Own, class Store>
@@ -67,11 +67,12 @@ class SwitchBuffers {
 
   // Buffer for chunk t of a part in this rank's memory.
   LLM_COMM_DEVICE Line* of(uint32_t hop, uint32_t t, uint32_t part) const {
-    const uint64_t buffer = (uint64_t{t % stages_} * block_count() + block_) * Parts + part;
+    const uint64_t buffer = (uint64_t{t % stages_} * block_count() + block_) * parts_.count() + part;
     return staging_of(comm_, comm_.rank, hop) + buffer * chunk_lines_;
   }
 
   const DeviceComm& comm_;
+  Ranks<Parts> parts_;
   SwitchChannel channel_;
   uint32_t block_;
   uint32_t chunk_lines_;

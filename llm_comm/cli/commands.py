@@ -139,7 +139,7 @@ def _add_linear(collectives: argparse._SubParsersAction[argparse.ArgumentParser]
         "RMSNorm, beside cuBLAS with llm_comm and with NCCL"
     )
     parser = _command(collectives, "linear", text, "llm_comm.bench.linear:run")
-    _add_ranks(parser, "ranks, 1 to 8 (one a GPU; without GPUs 4)")
+    _add_ranks(parser, "ranks, 1 to 16 (one a GPU; without GPUs 4)")
     parser.add_argument(
         "--shapes",
         type=_shapes,
@@ -365,7 +365,7 @@ def _add_nccl_path(commands: argparse._SubParsersAction[argparse.ArgumentParser]
     parser.add_argument("--emulated", action="store_true", help="the one over emulated GPUs, for tests")
 
 
-def _add_ranks(parser: argparse.ArgumentParser, text: str = "ranks, 2 to 8 (one a GPU; without GPUs 4)") -> None:
+def _add_ranks(parser: argparse.ArgumentParser, text: str = "ranks, 2 to 16 (one a GPU; without GPUs 4)") -> None:
     parser.add_argument("--world", type=_positive, metavar="N", help=text)
     parser.add_argument("--device", choices=("auto", "cuda", "emulated"), default="auto", help="(%(default)s)")
 
@@ -402,11 +402,11 @@ def _option(name: str, text: str) -> Any:
 
 
 def _world(text: str) -> int:
-    from llm_comm.cli.launch import WORLDS
+    from llm_comm.dsl.programs import MAX_WORLD
 
     world = _positive(text)
-    if world not in WORLDS:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a number of ranks, {WORLDS[0]} to {WORLDS[-1]}")
+    if not 2 <= world <= MAX_WORLD:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number of ranks, 2 to {MAX_WORLD}")
     return world
 
 

@@ -28,6 +28,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from llm_comm import _core
 from llm_comm.config import Config
 from llm_comm.dsl import programs
 from llm_comm.errors import ConfigError
@@ -35,7 +36,7 @@ from llm_comm.installation import cuda_compiled
 from llm_comm.planning.catalogue import check_table_option
 
 #: Supported numbers of ranks for commands. A communicator may also have one rank, which exchanges nothing.
-WORLDS = range(2, 9)
+WORLDS = range(2, _core.max_world_size + 1)
 DEFAULT_EMULATED_WORLD = 4
 
 # Start code of a rank. The kernel kills the rank when its launcher ends in any way (1: PR_SET_PDEATHSIG); a killed

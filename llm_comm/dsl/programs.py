@@ -17,6 +17,8 @@ from llm_comm.registry import PROGRAM_PREFIX, is_program, why_not_a_name, why_no
 Definition = Callable[[Builder], None]
 #: Operations whose communicator method can run a registered program.
 OPERATIONS = (Operation.ALL_REDUCE, Operation.ALL_GATHER, Operation.REDUCE_SCATTER)
+#: Largest world of a program: kernels pack the senders of a wait into four bits each (compiler/prelude.cuh).
+MAX_WORLD = 8
 
 _registered: dict[str, ProgramDefinition] = {}
 
@@ -60,7 +62,7 @@ class ProgramDefinition:
         """Trace the program for a world. Correctness is checked by ``dsl.check``.
 
         Args:
-            world: Number of ranks, at least 2.
+            world: Number of ranks, 2 to ``MAX_WORLD``.
 
         Raises:
             ProgramError: An operation is invalid.
@@ -73,6 +75,10 @@ class ProgramDefinition:
                 f"program {self.name!r}, root {self.root}, for {world} rank(s): a world has 2 ranks at least, and the "
                 "root is one of them",
                 where,
+            )
+        if world > MAX_WORLD:
+            raise ProgramError(
+                Fault.MISUSE, f"program {self.name!r} for {world} ranks: programs serve worlds up to {MAX_WORLD}", where
             )
         builder = Builder(self.operation, world, self.root)
         self._text(builder)

@@ -28,7 +28,7 @@ _ROW = 512  # elements in a row, for operations on rows
 _SIZES = (16, 6144, 65_536)
 _LARGE_SIZES = (MIB, 5 * MIB)
 _EPSILON = 1e-5
-#: Inputs are whole numbers up to this, so that sums over 8 ranks are exact in every data type and any order.
+#: Inputs are whole numbers up to this, so that sums over 16 ranks are exact in every data type and any order.
 _LARGEST_WHOLE = 16
 _POLL_S = 0.0005
 #: Tuning parameters for algorithms without a candidate at a tested size.

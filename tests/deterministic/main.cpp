@@ -11,7 +11,7 @@ namespace {
 
 constexpr const char* kUsage =
     "usage: deterministic [--seed N] [--cases N] [--seconds T] [--algorithm NAME] [--replay SEED] [--trace FILE]\n"
-    "                     [--alone] [--mishaps] [--unordered-grids] [--list]\n"
+    "                     [--alone] [--mishaps] [--unordered-grids] [--large] [--list]\n"
     "  --seed N          the first seed (1); schedule i has seed N + i\n"
     "  --cases N         how many schedules (1000)\n"
     "  --seconds T       as many schedules as fit into T seconds, instead of --cases\n"
@@ -21,6 +21,7 @@ constexpr const char* kUsage =
     "  --trace FILE      writes every access of the schedules; the same seed gives the same bytes\n"
     "  --mishaps         in every schedule a rank dies or comes too late, not in some\n"
     "  --unordered-grids the end of a grid orders no stores beyond its own GPU (see weak_memory.h)\n"
+    "  --large           worlds of 9, 12 and 16 ranks, in place of 2 to 8\n"
     "  --list            prints what schedules may be about\n";
 
 struct Arguments {
@@ -46,6 +47,10 @@ bool parse(int argc, char** argv, Arguments& arguments) {
     }
     if (option == "--list") {
       arguments.list = true;
+      continue;
+    }
+    if (option == "--large") {
+      arguments.options.large = true;
       continue;
     }
     if (option == "--mishaps") {
@@ -81,10 +86,10 @@ void print_failure(const Arguments& arguments, const char* program, uint64_t see
   std::printf("FAILED: seed %llu (schedule %llu of this run): %s\n  %s\n", number,
               static_cast<unsigned long long>(schedules), result.failure.c_str(), result.description.c_str());
   const std::string& algorithm = arguments.options.algorithm;
-  std::printf("  replay: %s --replay %llu%s%s%s%s%s\n", program, number, algorithm.empty() ? "" : " --algorithm ",
+  std::printf("  replay: %s --replay %llu%s%s%s%s%s%s\n", program, number, algorithm.empty() ? "" : " --algorithm ",
               algorithm.c_str(), arguments.options.alone ? " --alone" : "",
               arguments.options.grid_end_performs ? "" : " --unordered-grids",
-              arguments.options.mishaps ? " --mishaps" : "");
+              arguments.options.mishaps ? " --mishaps" : "", arguments.options.large ? " --large" : "");
 }
 
 }  // namespace

@@ -184,8 +184,8 @@ OF_SWITCH = (
         (
             Edit(
                 SWITCH_CHUNKS,
-                "* Parts + part;",
-                "* Parts + (WITHOUT && hop == kSecondHop ? 0 : part);",
+                "* parts_.count() + part;",
+                "* parts_.count() + (WITHOUT && hop == kSecondHop ? 0 : part);",
             ),
         ),
         failure=WRONG_RESULT,

@@ -17,7 +17,9 @@ using emulator::Ending;
 using emulator::ScheduleParameters;
 using emulator::Stall;
 
-constexpr uint32_t kWorlds = kMaxWorldSize - 1;  // 2 to 8
+// Worlds with kernels of their own, or with `--large` some of those that share a kernel (ranks.cuh).
+const std::vector<uint32_t> kSmallWorlds = {2, 3, 4, 5, 6, 7, 8};
+const std::vector<uint32_t> kLargeWorlds = {9, 12, kMaxWorldSize};
 
 // ---- What the schedule is about ------------------------------------------------------------------------------------
 
@@ -27,7 +29,7 @@ struct Case {
   uint32_t ranks;
 };
 
-Case choose_case(uint64_t seed, const std::string& algorithm) {
+Case choose_case(uint64_t seed, const std::string& algorithm, const std::vector<uint32_t>& worlds) {
   std::vector<Subject> wanted;
   for (const NamedSubject& named : subjects()) {
     if (algorithm.empty() || algorithm == named.name) wanted.push_back(named.subject);
@@ -37,7 +39,7 @@ Case choose_case(uint64_t seed, const std::string& algorithm) {
     for (const std::string& name : subject_names()) names += (names.empty() ? "" : ", ") + name;
     throw std::invalid_argument("there is no algorithm '" + algorithm + "'; there are " + names);
   }
-  return {wanted[seed / kWorlds % wanted.size()], static_cast<uint32_t>(2 + seed % kWorlds)};
+  return {wanted[seed / worlds.size() % wanted.size()], worlds[seed % worlds.size()]};
 }
 
 // ---- How the schedule goes -----------------------------------------------------------------------------------------
@@ -328,7 +330,7 @@ MishapOutcome outcome(World& world) {
 }  // namespace
 
 Result run_schedule(emulator::Machine& machine, uint64_t seed, const Options& options) {
-  const Case chosen = choose_case(seed, options.algorithm);
+  const Case chosen = choose_case(seed, options.algorithm, options.large ? kLargeWorlds : kSmallWorlds);
   Random random(seed);
   ScheduleParameters parameters = schedules::draw_schedule_parameters(chosen.ranks, random);
   parameters.memory.grid_end_performs = options.grid_end_performs;

@@ -15,6 +15,8 @@ struct Options {
   bool alone = false;
   // See weak_memory.h.
   bool grid_end_performs = true;
+  // Worlds of more than kMaxExactWorld ranks. Seeds mean other schedules than without.
+  bool large = false;
   // In every schedule a rank dies or comes too late, not in some.
   bool mishaps = false;
 };

@@ -172,7 +172,7 @@ def test_more_ranks_than_are_served(programs: Path) -> None:
         """
         #include "ranks.h"
         int main() {
-          return nccl_test::run_ranks(nccl_test::Ranks::kThreads, 9, [](nccl_test::Rank& self) {
+          return nccl_test::run_ranks(nccl_test::Ranks::kThreads, 17, [](nccl_test::Rank& self) {
             ncclComm_t comm = nullptr;
             EXPECT_OK(ncclCommInitRank(&comm, 9, self.next_id(), self.rank()));
             float one = 1;
@@ -185,10 +185,10 @@ def test_more_ranks_than_are_served(programs: Path) -> None:
     )
     built = compiled(programs, "many", str(source), "ranks.cpp", flags=(f"-I{SOURCES}",))
     said = run(built, LLM_COMM_NCCL_LIBRARY=str(programs / "libstand_in.so"), LLM_COMM_NCCL_DEBUG="INFO")
-    assert "not served: 9 ranks; llm_comm serves up to 8" in said
+    assert "not served: 17 ranks; llm_comm serves up to 16" in said
     failed = subprocess.run([built], capture_output=True, text=True, timeout=60, check=False)
     assert failed.returncode != 0
-    assert "9 ranks; llm_comm serves up to 8), and there is no NCCL library" in failed.stderr
+    assert "17 ranks; llm_comm serves up to 16), and there is no NCCL library" in failed.stderr
 
 
 @pytest.mark.parametrize(

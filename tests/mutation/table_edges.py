@@ -117,7 +117,7 @@ EDGES: tuple[Mutant, ...] = (
     ),
     cpp("a rank maps itself", CORE, "|| peer == options_.rank) {", "|| (!WITHOUT && peer == options_.rank)) {", BOUNDS),
     cpp(
-        "a world of nine",
+        "a world of seventeen",
         ALGORITHM,
         "problem.world > static_cast<uint32_t>(kMaxWorldSize)",
         "problem.world > static_cast<uint32_t>(kMaxWorldSize) + (WITHOUT ? 1 : 0)",

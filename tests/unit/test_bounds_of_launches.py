@@ -219,7 +219,7 @@ def test_a_launch_counts_in_32_bits(operation: str, algorithm: str) -> None:
 
 @every_algorithm
 @pytest.mark.parametrize(
-    ("world", "why"), [(1, "a world of 1; it takes 2 to 8"), (9, "a world of 9"), (8, ""), (2, "")]
+    ("world", "why"), [(1, "a world of 1; it takes 2 to 16"), (17, "a world of 17"), (16, ""), (9, ""), (2, "")]
 )
 def test_worlds(operation: str, algorithm: str, world: int, why: str) -> None:
     limits = _core.Limits(slot_bytes=1 << 20, sm_count=132, max_cluster=MAX_CLUSTER, compute_capability=90)
@@ -242,16 +242,16 @@ def test_an_all_reduce_knows_no_rows() -> None:
     ("workspace", "slot", "staging"),
     [
         (0, 0, 0),
-        (65535, 0, 0),
-        (65536 + 31, 0, 0),
-        (65536 + 32, 16, 0),
-        (65536 + 95, 16, 32),
-        (65536 + 96, 32, 32),
-        (64 << 20, (64 << 20) // 16 * 5 - 20480, (64 << 20) // 8 * 3 - 24576),
+        (131071, 0, 0),
+        (131072 + 31, 0, 0),
+        (131072 + 32, 16, 0),
+        (131072 + 95, 16, 32),
+        (131072 + 96, 32, 32),
+        (64 << 20, (64 << 20) // 16 * 5 - 40960, (64 << 20) // 8 * 3 - 49152),
     ],
 )
 def test_how_a_workspace_is_divided(workspace: int, slot: int, staging: int) -> None:
-    """Behind 64 KiB: three eighths for staging, the rest for two slots, in whole lines."""
+    """Behind 128 KiB: three eighths for staging, the rest for two slots, in whole lines."""
     assert (_core.slot_bytes(workspace), _core.staging_bytes(workspace)) == (slot, staging)
 
 
@@ -272,9 +272,9 @@ def test_slots_are_whole_lines(slot_bytes: int) -> None:
     [
         (7, 8, 1e-3, ""),
         (0, 1, 1.0, ""),
-        (2, 2, 1.0, "rank 2 of 2: the world size must be 1 to 8 and the rank below it"),
+        (2, 2, 1.0, "rank 2 of 2: the world size must be 1 to 16 and the rank below it"),
         (-1, 2, 1.0, "rank -1 of 2"),
-        (0, 9, 1.0, "rank 0 of 9"),
+        (0, 17, 1.0, "rank 0 of 17"),
         (0, 0, 1.0, "rank 0 of 0"),
         (0, 2, 0.0, "timeout_s must be positive"),
         (0, 2, -1.0, "timeout_s must be positive"),

@@ -115,7 +115,7 @@ def test_a_problem_that_nobody_can_solve_has_no_candidates() -> None:
     """Rather than a division by what is 0."""
     for algorithm in (a for operation in registry.operations().values() for a in operation.algorithms):
         for world in (0, 1):
-            with pytest.raises(ValueError, match=f"a world of {world}; it takes 2 to 8"):
+            with pytest.raises(ValueError, match=f"a world of {world}; it takes 2 to 16"):
                 _core.candidates(algorithm.number, problem_of(1 << 20, world), limits_of(132))
 
 

@@ -69,8 +69,8 @@ def test_default_world_is_one_that_the_command_prefers(monkeypatch: pytest.Monke
 @pytest.mark.parametrize(
     ("world", "device", "complaint"),
     [
-        (1, "auto", "--world 1: a command runs 2 to 8 ranks"),
-        (9, "auto", "--world 9: a command runs 2 to 8 ranks"),
+        (1, "auto", "--world 1: a command runs 2 to 16 ranks"),
+        (17, "auto", "--world 17: a command runs 2 to 16 ranks"),
         (4, "cuda", "cannot run 4 ranks on GPUs: not enough GPUs"),
         (None, "cuda", "cannot run 4 ranks on GPUs: not enough GPUs"),
     ],
@@ -84,7 +84,7 @@ def test_place_rejects(world: int | None, device: str, complaint: str, monkeypat
 def test_a_launched_group_of_one_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0"}.items():
         monkeypatch.setenv(name, value)
-    with pytest.raises(ConfigError, match="WORLD_SIZE=1: a command runs 2 to 8 ranks"):
+    with pytest.raises(ConfigError, match="WORLD_SIZE=1: a command runs 2 to 16 ranks"):
         launch.place(None, "auto")
 
 
@@ -103,13 +103,13 @@ def test_a_group_of_several_machines_may_have_more_ranks_where_the_command_takes
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     with_gpus(monkeypatch, 8)
-    for name, value in {"RANK": "9", "WORLD_SIZE": "16", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "8"}.items():
+    for name, value in {"RANK": "9", "WORLD_SIZE": "24", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "8"}.items():
         monkeypatch.setenv(name, value)
-    assert launch.place(None, "auto", over_nodes=True) == Placement(16, on_gpu=True)
-    with pytest.raises(ConfigError, match="WORLD_SIZE=16: a command runs 2 to 8 ranks"):
+    assert launch.place(None, "auto", over_nodes=True) == Placement(24, on_gpu=True)
+    with pytest.raises(ConfigError, match="WORLD_SIZE=24: a command runs 2 to 16 ranks"):
         launch.place(None, "auto")
-    monkeypatch.setenv("LOCAL_WORLD_SIZE", "16")
-    with pytest.raises(ConfigError, match="WORLD_SIZE=16: a command runs 2 to 8 ranks"):
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "24")
+    with pytest.raises(ConfigError, match="WORLD_SIZE=24: a command runs 2 to 16 ranks"):
         launch.place(None, "auto", over_nodes=True)
 
 

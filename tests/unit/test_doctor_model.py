@@ -202,8 +202,8 @@ def test_ranks_that_share_heads(tmp_path: Path) -> None:
 
 
 def test_what_is_no_model(tmp_path: Path) -> None:
-    assert "--tp 3: it must be 2 to 8 and divide 32 heads" in refusal(tmp_path, 3)
-    assert "--tp 16" in refusal(tmp_path, 16)
+    assert "--tp 3: it must be 2 to 16 and divide 32 heads" in refusal(tmp_path, 3)
+    assert "--tp 32" in refusal(tmp_path, 32)
     assert "hidden_size is 'large'" in refusal(tmp_path, hidden_size="large")
     assert "num_hidden_layers" in refusal(tmp_path, num_hidden_layers=None)
     assert "num_attention_heads" in refusal(tmp_path, num_attention_heads=True)

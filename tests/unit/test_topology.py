@@ -81,8 +81,8 @@ def test_names_divide_a_machine() -> None:
     ("everyone", "words"),
     [
         (said(*"aab"), r"the ranks are on 2 nodes, and not as many on each: rank 0: host-a \(boot id a\), rank 1: "),
-        (said(*"a" * 9), "^group WORLD has 9 ranks; llm_comm serves up to 8"),
-        (said(*"a" * 9, *"b" * 9), r"^host-a \(boot id a\) has 9 ranks; llm_comm serves up to 8"),
+        (said(*"a" * 17), "^group WORLD has 17 ranks; llm_comm serves up to 16"),
+        (said(*"a" * 17, *"b" * 17), r"^host-a \(boot id a\) has 17 ranks; llm_comm serves up to 16"),
         (
             said("a", "a", names={1: "x"}),
             r"on some ranks \(rank 1: 'x'\), but not on rank 0: set LLM_COMM_NODE on all",

@@ -48,17 +48,14 @@ all_gather_direct_push_hb(LLM_COMM_KERNEL_PARAM DirectArgs<ShardsArgs> args) {
   session.wait_for_grids_before(source.precomputed());
   session.begin();
   session.run(args.symmetric_offsets, [&] {
-    char* output[World];
-    LLM_COMM_UNROLL(8)
-    for (uint32_t i = 0; i < World; ++i) output[i] = session.address(0, (rank + i) % World);
+    const typename DirectSession<World, 1>::Addresses output(session, 0, rank);
     for (uint32_t t = 0; t < chunks.count(); ++t) {
       const uint32_t first = chunks.first(t);
       move_lines(
           Team::whole_block(), chunks.lines(t, source.lines()), [&](uint32_t k) { return source.load(first + k); },
           [&](uint32_t k, Line line) {
             const uint64_t offset = target.offset(first + k);
-            LLM_COMM_UNROLL(8)
-            for (uint32_t i = 0; i < World; ++i) store_line(output[i] + offset, line);
+            output.for_each([&](char* to) { store_line(to + offset, line); });
           });
     }
   });

@@ -24,6 +24,7 @@ all_reduce_one_shot(LLM_COMM_KERNEL_PARAM AllReduceArgs args) {
   constexpr uint32_t kWidth = kSumWidth<D, World>;
 
   const uint32_t block = block_number(args.comm);
+  const Ranks<World> ranks(args.comm.world_size);
   const PeerParallel self(args);
   const Message<D> message(args);
   const uint32_t lines = message.lines();
@@ -63,7 +64,7 @@ all_reduce_one_shot(LLM_COMM_KERNEL_PARAM AllReduceArgs args) {
     const uint32_t tile_packs = self.tile_lines * kPerLine / kWidth;
     const auto* const packs = reinterpret_cast<const Pack<D, kWidth>*>(columns);
     for_each_pack<D, World>(tile_packs, [&](uint32_t i) {
-      message.store_pack(tile * kPerLine + i * kWidth, sum_in_rank_order<D, World>(packs + i, tile_packs));
+      message.store_pack(tile * kPerLine + i * kWidth, sum_in_rank_order<D, World>(packs + i, tile_packs, ranks));
     });
     // Reset after the result is stored: the next operation that uses the line cannot start before this one has ended.
     if (!self.is_own && line < lines) session.reset(received);

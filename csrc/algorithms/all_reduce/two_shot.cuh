@@ -1,7 +1,7 @@
 // Two-shot all-reduce (2PA, LL): reduce-scatter, then all-gather, both by pushed lines, in one kernel without a
 // barrier.
 //
-// The lines are cut into World slices of ceil(lines / World). Rank k owns slice k: it reduces the slice and sends the
+// The lines are cut into one slice for each rank, of ceil(lines / world size). Rank k owns slice k: it reduces the slice and sends the
 // sums to all ranks. Two hops; each rank sends 2 (N-1)/N * bytes. Slot layout: [phase][sender][line of slice], where
 // the sender of phase 0 (scatter) is the contributing rank and the sender of phase 1 (gather) is the owner.
 //
@@ -28,23 +28,24 @@ inline constexpr OperationKind kAllReduceTwoShot = kKindOf<struct AllReduceTwoSh
 template <DataType D, int World, bool SingleTile, bool BySwitch>
 LLM_COMM_DEVICE void sum_in_two_shots(const AllReduceArgs& args, OperationKind kind) {
   const uint32_t block = block_number(args.comm);
+  const Ranks<World> ranks(args.comm.world_size);
   const PeerParallel self(args);
   const Message<D> message(args);
   const uint32_t lines = message.lines();
-  const uint32_t slice = (lines + World - 1) / World;
+  const uint32_t slice = (lines + ranks.count() - 1) / ranks.count();
   const uint32_t peer_lines = lines_of_slice(self.peer, slice, lines);
   const uint32_t own_lines = lines_of_slice(self.rank, slice, lines);
   const uint32_t first = block * self.tile_lines;
   const uint32_t stride = block_count() * self.tile_lines;
   // Set by threads of the block whose wait was aborted: there is no valid sum then.
   uint32_t* const incomplete = shared_memory<Line>()->word;
-  Line* const contributions = shared_memory<Line>() + 1;       // [rank][column]
-  Line* const sums = contributions + World * self.tile_lines;  // [column]
+  Line* const contributions = shared_memory<Line>() + 1;               // [rank][column]
+  Line* const sums = contributions + ranks.count() * self.tile_lines;  // [column]
   if (thread_index() == 0) *incomplete = 0;
 
   LLSession session(args.comm, kind, message.bytes(), self.rank, self.peer);
   session.divide_slots(slice);
-  const uint64_t gather = static_cast<uint64_t>(World - 1) * slice;  // start of phase 1 in a slot
+  const uint64_t gather = static_cast<uint64_t>(ranks.count() - 1) * slice;  // start of phase 1 in a slot
   const SwitchChannel all(args.comm);
   // Line of this rank's slot that receives the sum of line i, which `owner` stores to all ranks.
   const auto sum_for_all = [&](uint32_t owner, uint32_t i) {
@@ -76,7 +77,7 @@ LLM_COMM_DEVICE void sum_in_two_shots(const AllReduceArgs& args, OperationKind k
     block_sync();
     if (session.aborted()) *incomplete = 1;  // zero before the first barrier, read after the second
     if (tile == first && thread_index() == 0) session.arrive();
-    sum_tile<D, World>(contributions, self.tile_lines, sums);
+    sum_tile<D, World>(contributions, self.tile_lines, sums, ranks);
     // `sums` is written after the next tile's first block_sync() and read before it. `contributions` is read before
     // this one and written after it.
     block_sync();

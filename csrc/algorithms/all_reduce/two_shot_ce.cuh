@@ -48,7 +48,8 @@ LLM_COMM_DEVICE void sum_piece(const StreamCopyArgs<AllReduceArgs>& args, const 
   const uint32_t block = block_number(args.comm);
   const uint32_t rank = args.comm.rank;
   const uint32_t lines = message.lines();
-  const uint32_t slice = (lines + World - 1) / World;
+  const Ranks<World> ranks(args.comm.world_size);
+  const uint32_t slice = (lines + ranks.count() - 1) / ranks.count();
   const uint32_t piece_lines = (slice + args.depth - 1) / args.depth;
   const uint32_t own_lines = lines_of_slice(rank, slice, lines);
   const uint32_t of_piece = lines_of_slice(piece, piece_lines, own_lines);
@@ -64,9 +65,9 @@ LLM_COMM_DEVICE void sum_piece(const StreamCopyArgs<AllReduceArgs>& args, const 
               Team::whole_block(), chunks.lines(t, of_piece),
               [&](uint32_t of, uint32_t k) {
                 return of == rank ? message.load(rank * slice + in_slice + k)
-                                  : output.load(zone_of(of, rank, World) * slice + in_slice + k);
+                                  : output.load(zone_of(of, rank, ranks.count()) * slice + in_slice + k);
               },
-              [&](uint32_t k, Line sum) { message.store(rank * slice + in_slice + k, sum); });
+              [&](uint32_t k, Line sum) { message.store(rank * slice + in_slice + k, sum); }, ranks);
         }
       });
 }

@@ -20,7 +20,8 @@ LLM_COMM_DEVICE void two_shot_in_steps(const AllReduceArgs& args, OperationKind 
   const uint32_t depth = args.depth < kMinHBDepth ? kMinHBDepth : args.depth;  // arguments() may lower it
   const Message<D> message(args);
   const uint32_t lines = message.lines();
-  const uint32_t slice = (lines + World - 1) / World;
+  const Ranks<World> ranks(args.comm.world_size);
+  const uint32_t slice = (lines + ranks.count() - 1) / ranks.count();
   const auto slice_of = [&](uint32_t owner) { return Slice<D>(message, owner, slice, lines); };
 
   HBSession session(args.comm, kind, message.bytes(), SignalRow::of<CommonSignals>(block), shared_memory<Line>());

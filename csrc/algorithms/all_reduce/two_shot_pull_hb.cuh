@@ -24,7 +24,8 @@ all_reduce_two_shot_pull_hb(LLM_COMM_KERNEL_PARAM DirectArgs<AllReduceArgs> args
   const uint32_t rank = args.comm.rank;
   const uint64_t bytes = args.count * sizeof(typename Element<D>::Storage);
   const auto lines = static_cast<uint32_t>(bytes / sizeof(Line));
-  const uint32_t slice = (lines + World - 1) / World;
+  const Ranks<World> ranks(args.comm.world_size);
+  const uint32_t slice = (lines + ranks.count() - 1) / ranks.count();
   const uint32_t own_lines = lines_of_slice(rank, slice, lines);
   const Chunks chunks(block, args.tile_lines, slice);
 
@@ -32,23 +33,18 @@ all_reduce_two_shot_pull_hb(LLM_COMM_KERNEL_PARAM DirectArgs<AllReduceArgs> args
   session.wait_for_grids_before(slice, own_lines);
   session.begin();
   session.run(args.symmetric_offsets, [&] {
-    const char* input[World];
-    char* output[World];
-    LLM_COMM_UNROLL(8)
-    for (uint32_t of = 0; of < World; ++of) {
-      input[of] = session.address(0, of);
-      output[of] = session.address(1, (rank + of) % World);  // every rank starts with another peer
-    }
+    const typename DirectSession<World, 2>::Addresses input(session, 0, 0);
+    const typename DirectSession<World, 2>::Addresses output(session, 1, rank);  // every rank starts with another peer
     for (uint32_t t = 0; t < chunks.count(); ++t) {
       const uint32_t chunk_lines = chunks.lines(t, own_lines);
       const uint64_t first = uint64_t{rank} * slice + chunks.first(t);
       sum_chunk<D, World>(
           Team::whole_block(), chunk_lines,
-          [&](uint32_t of, uint32_t k) { return load_line(input[of] + (first + k) * sizeof(Line)); },
+          [&](uint32_t of, uint32_t k) { return load_line(input.at(of) + (first + k) * sizeof(Line)); },
           [&](uint32_t k, Line sum) {
-            LLM_COMM_UNROLL(8)
-            for (uint32_t to = 0; to < World; ++to) store_line(output[to] + (first + k) * sizeof(Line), sum);
-          });
+            output.for_each([&](char* to) { store_line(to + (first + k) * sizeof(Line), sum); });
+          },
+          ranks);
     }
   });
 }

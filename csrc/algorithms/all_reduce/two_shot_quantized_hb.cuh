@@ -28,10 +28,11 @@ template <DataType D, int World, Wire W>
 LLM_COMM_DEVICE void two_shot_quantized_hb(const AllReduceArgs& args, OperationKind kind) {
   const uint32_t block = block_number(args.comm);
   const uint32_t depth = args.depth < kMinHBDepth ? kMinHBDepth : args.depth;  // arguments() may lower it
+  const Ranks<World> ranks(args.comm.world_size);
   const Message<D> message(args);
   const uint32_t lines = message.lines();
   const auto slice =
-      static_cast<uint32_t>(lines_of_quantized_slice(lines, World, sizeof(typename Element<D>::Storage)));
+      static_cast<uint32_t>(lines_of_quantized_slice(lines, ranks.count(), sizeof(typename Element<D>::Storage)));
   const auto slice_of = [&](uint32_t owner) { return Slice<D>(message, owner, slice, lines); };
 
   HBSession session(args.comm, kind, message.bytes(), SignalRow::of<CommonSignals>(block), shared_memory<Line>());

@@ -27,6 +27,7 @@ all_reduce_add_rms_norm_one_shot(LLM_COMM_KERNEL_PARAM AddRmsNormArgs args) {
   using Norm = RmsNorm<D, kWidth, SingleTile, Rows>;
   using Values = typename Norm::Values;
 
+  const Ranks<World> ranks(args.comm.world_size);
   const auto self = RowThread::of<World>(args, cluster_number(args.comm, args.cluster_blocks));
   const uint32_t round_lines = args.tile_lines * args.cluster_blocks;
   const uint32_t tiles = SingleTile ? 1 : (args.row_lines + round_lines - 1) / round_lines;
@@ -115,7 +116,7 @@ all_reduce_add_rms_norm_one_shot(LLM_COMM_KERNEL_PARAM AddRmsNormArgs args) {
     Values sums{};
     if (norms) {
       const auto* const packs = reinterpret_cast<const Values*>(columns);
-      if (at.exists) sums = sum_in_rank_order<D, World>(packs + thread_index(), tile_packs);
+      if (at.exists) sums = sum_in_rank_order<D, World>(packs + thread_index(), tile_packs, ranks);
       sums = norm.add(reducing.row, at, sums, residual);
     }
     // Reset while the squares travel to the other blocks.

@@ -11,6 +11,7 @@
 
 #include "algorithms/algorithm.h"
 #include "llm_comm/operation.cuh"
+#include "llm_comm/ranks.cuh"
 
 namespace llm_comm::inline LLM_COMM_TARGET {
 
@@ -134,12 +135,13 @@ struct RowThread {
 
   template <int World>
   static LLM_COMM_DEVICE RowThread of(const AddRmsNormArgs& args, uint32_t cluster) {
+    const Ranks<World> ranks(args.comm.world_size);
     RowThread self;
     // Comparisons instead of a division, which takes longer and would be on the critical path if the grid does not
     // overlap the previous one.
     self.peer = 0;
     LLM_COMM_UNROLL(8)
-    for (uint32_t k = 1; k < World; ++k) self.peer += thread_index() >= k * args.tile_lines;
+    for (uint32_t k = 1; k < ranks.count(); ++k) self.peer += thread_index() >= k * args.tile_lines;
     self.column = thread_index() - self.peer * args.tile_lines;
     self.has_line = self.column < args.tile_lines;
     self.cluster = cluster;

@@ -144,7 +144,7 @@ LLM_COMM_DEVICE void sum_and_norm_in_tiles(const AddRmsNormArgs& args, Operation
   using Norm = RmsNorm<D, kElementsPerLine, false, Rows, ElementLines>;
   const uint32_t block = block_number(args.comm);
   const uint32_t depth = args.depth < kMinHBDepth ? kMinHBDepth : args.depth;  // arguments() may lower it
-  const RowTiles tiles(args, World, block);
+  const RowTiles tiles(args, Ranks<World>(args.comm.world_size).count(), block);
   const ElementLines<D> input(args, args.input);
 
   HBSession session(args.comm, kind, uint64_t{args.rows} * args.row_lines * sizeof(Line),

@@ -43,6 +43,7 @@ LLM_COMM_DEVICE void sum_and_norm_in_two_shots(const AddRmsNormArgs& args, Opera
   using Norm = RmsNorm<D, kElementsPerLine, SingleTile, Rows>;
   using Values = typename Norm::Values;
 
+  const Ranks<World> ranks(args.comm.world_size);
   const auto self = RowThread::of<World>(args, cluster_number(args.comm, args.cluster_blocks));
   const uint32_t segment = args.segment_lines;
   const uint32_t round_lines = args.tile_lines * args.cluster_blocks;
@@ -50,7 +51,7 @@ LLM_COMM_DEVICE void sum_and_norm_in_two_shots(const AddRmsNormArgs& args, Opera
   const Elements<D> input(args, args.input);
   Norm norm(args, shared_memory<float>(), args.segment_lines);
   Line* const contributions = shared_memory<Line>() + kPartialBytes / sizeof(Line);  // [rank][column]
-  Line* const sums = contributions + World * args.tile_lines;                        // [column]
+  Line* const sums = contributions + ranks.count() * args.tile_lines;                // [column]
   // Set by threads of the block whose wait was aborted: there is no valid sum then.
   uint32_t* const incomplete = (sums + args.tile_lines)->word;
   if (thread_index() == 0) *incomplete = 0;
@@ -59,7 +60,7 @@ LLM_COMM_DEVICE void sum_and_norm_in_two_shots(const AddRmsNormArgs& args, Opera
                     self.peer);
   const uint64_t sent_lines = static_cast<uint64_t>(args.rows) * segment;  // lines from one rank to another in a phase
   session.divide_slots(sent_lines);
-  const uint64_t gather = kIsSummedBySwitch ? 0 : (World - 1) * sent_lines;  // start of phase 1 in a slot
+  const uint64_t gather = kIsSummedBySwitch ? 0 : (ranks.count() - 1) * sent_lines;  // start of phase 1 in a slot
   const SwitchChannel all(args.comm);
   // Line of this rank's slot that receives a sum which `owner` stores to all ranks.
   const auto sum_for_all = [&](uint32_t owner, uint64_t index) {
@@ -146,7 +147,7 @@ LLM_COMM_DEVICE void sum_and_norm_in_two_shots(const AddRmsNormArgs& args, Opera
       if (session.aborted()) *incomplete = 1;  // zero before the first barrier, read after the second
       if (is_first && thread_index() == 0) session.arrive();
       is_first = false;
-      sum_tile<D, World>(contributions, args.tile_lines, sums);
+      sum_tile<D, World>(contributions, args.tile_lines, sums, ranks);
       // `sums` is written after the next tile's first block_sync() and read before it. `contributions` is read before
       // this one and written after it.
       block_sync();

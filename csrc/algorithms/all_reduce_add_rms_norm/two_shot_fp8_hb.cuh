@@ -39,7 +39,8 @@ class FP8Parts {
     LLM_COMM_DEVICE Tile(const FP8Parts& parts, uint32_t t) : sums_(parts.steps_, t), part_lines_(parts.part_lines_) {}
     LLM_COMM_DEVICE auto load(uint32_t line) const {
       uint32_t owner = 0;
-      LLM_COMM_UNROLL(8)
+      // No line reaches a rank that a smaller world has not.
+      LLM_COMM_UNROLL(16)
       for (uint32_t rank = 1; rank < World; ++rank) owner += line >= rank * part_lines_;
       return sums_.load(owner, line - owner * part_lines_);
     }

@@ -24,6 +24,7 @@ template <DataType D, int World>
 LLM_COMM_KERNEL(kMaxShardThreads)
 reduce_scatter_one_shot(LLM_COMM_KERNEL_PARAM ShardsArgs args) {
   const uint32_t block = block_number(args.comm);
+  const Ranks<World> ranks(args.comm.world_size);
   const uint32_t rank = args.comm.rank;
   const uint32_t peer = thread_index() >> args.tile_lines_log2;
   const uint32_t column = thread_index() & (args.tile_lines - 1);
@@ -36,8 +37,8 @@ reduce_scatter_one_shot(LLM_COMM_KERNEL_PARAM ShardsArgs args) {
   const auto lines = static_cast<uint32_t>(slot_lines);
   // Set by threads of the block whose wait was aborted: there is no valid sum then.
   uint32_t* const incomplete = shared_memory<Line>()->word;
-  Line* const contributions = shared_memory<Line>() + 1;       // [rank][column]
-  Line* const sums = contributions + World * args.tile_lines;  // [column]
+  Line* const contributions = shared_memory<Line>() + 1;               // [rank][column]
+  Line* const sums = contributions + ranks.count() * args.tile_lines;  // [column]
   if (thread_index() == 0) *incomplete = 0;
 
   LLSession session(args.comm, kReduceScatterOneShot, ShardView<D>::bytes_of(args.range.count), rank, peer);
@@ -60,7 +61,7 @@ reduce_scatter_one_shot(LLM_COMM_KERNEL_PARAM ShardsArgs args) {
     block_sync();
     if (session.aborted()) *incomplete = 1;  // zero before the first barrier, read after the second
     if (tile == first && thread_index() == 0) session.arrive();
-    sum_tile<D, World>(contributions, args.tile_lines, sums);
+    sum_tile<D, World>(contributions, args.tile_lines, sums, ranks);
     // `sums` is written after the next tile's first block_sync() and read before it. `contributions` is read before
     // this one and written after it.
     block_sync();

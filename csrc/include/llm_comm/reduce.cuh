@@ -4,6 +4,7 @@
 
 #include "llm_comm/data_type.h"
 #include "llm_comm/platform.cuh"
+#include "llm_comm/ranks.cuh"
 
 namespace llm_comm::inline LLM_COMM_TARGET {
 
@@ -49,23 +50,57 @@ struct alignas(sizeof(typename Element<D>::Storage) * Width) Pack {
   typename Element<D>::Storage element[Width];
 };
 
-// Adds `World` packs that lie `stride` packs apart; pack r is rank r's contribution. The sum starts from rank 0's
-// value, not from +0.0, so that -0.0 survives where all ranks hold it.
-template <DataType D, int World, uint32_t Width>
-LLM_COMM_DEVICE Pack<D, Width> sum_in_rank_order(const Pack<D, Width>* packs, uint32_t stride) {
+// Sum of packs in registers, added in rank order. The sum starts from rank 0's value, not from +0.0, so that -0.0
+// survives where all ranks hold it.
+template <DataType D, uint32_t Width>
+class RunningSum {
   using E = Element<D>;
-  Pack<D, Width> contribution[World];
-  LLM_COMM_UNROLL(8)
-  for (int r = 0; r < World; ++r) contribution[r] = packs[r * stride];
-  Pack<D, Width> sums;
-  LLM_COMM_UNROLL(4)
-  for (uint32_t i = 0; i < Width; ++i) {
-    float sum = E::value(contribution[0].element[i]);
+
+ public:
+  LLM_COMM_DEVICE void add(bool is_first, const Pack<D, Width>& contribution) {
     LLM_COMM_UNROLL(8)
-    for (int r = 1; r < World; ++r) sum += E::value(contribution[r].element[i]);
-    sums.element[i] = E::round(sum);
+    for (uint32_t i = 0; i < Width; ++i) {
+      const float value = E::value(contribution.element[i]);
+      sum_[i] = is_first ? value : sum_[i] + value;
+    }
   }
-  return sums;
+  LLM_COMM_DEVICE Pack<D, Width> round() const {
+    Pack<D, Width> sums;
+    LLM_COMM_UNROLL(8)
+    for (uint32_t i = 0; i < Width; ++i) sums.element[i] = E::round(sum_[i]);
+    return sums;
+  }
+
+ private:
+  float sum_[Width] = {};
+};
+
+// Adds packs of all ranks that lie `stride` packs apart; pack r is rank r's contribution. The sum starts as in
+// RunningSum.
+template <DataType D, int World, uint32_t Width>
+LLM_COMM_DEVICE Pack<D, Width> sum_in_rank_order(const Pack<D, Width>* packs, uint32_t stride,
+                                                 Ranks<World> ranks = Ranks<World>()) {
+  using E = Element<D>;
+  if constexpr (!kIsExactWorld<World>) {
+    RunningSum<D, Width> sum;
+    add_in_batches<Pack<D, Width>>(
+        ranks.count(), [&](uint32_t r) { return packs[r * stride]; },
+        [&](bool is_first, const Pack<D, Width>& contribution) { sum.add(is_first, contribution); });
+    return sum.round();
+  } else {
+    Pack<D, Width> contribution[World];
+    LLM_COMM_UNROLL(8)
+    for (int r = 0; r < World; ++r) contribution[r] = packs[r * stride];
+    Pack<D, Width> sums;
+    LLM_COMM_UNROLL(4)
+    for (uint32_t i = 0; i < Width; ++i) {
+      float sum = E::value(contribution[0].element[i]);
+      LLM_COMM_UNROLL(8)
+      for (int r = 1; r < World; ++r) sum += E::value(contribution[r].element[i]);
+      sums.element[i] = E::round(sum);
+    }
+    return sums;
+  }
 }
 
 // Adds lines in registers; contribution[r] is rank r's.

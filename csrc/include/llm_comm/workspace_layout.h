@@ -35,19 +35,20 @@
 
 namespace llm_comm {
 
-inline constexpr int kMaxWorldSize = 8;
-inline constexpr int kMaxParameters = 9;  // maximum per operation
+inline constexpr int kMaxWorldSize = 16;
+inline constexpr int kMaxExactWorld = 8;  // largest world that has kernels of its own (ranks.cuh)
+inline constexpr int kMaxParameters = 1 + kMaxWorldSize;  // maximum per operation: that of shards.h
 
-inline constexpr uint64_t kHeaderBytes = 64 * 1024;
-inline constexpr uint64_t kHeapOffset = 256;
-inline constexpr uint64_t kPortsOffset = 2048;
-inline constexpr uint64_t kMarksOffset = 4096;
-inline constexpr uint64_t kFaultReportsOffset = 6144;
-inline constexpr uint64_t kCallsOffset = 8192;
-inline constexpr uint64_t kOutputOffsetsOffset = 10240;
-inline constexpr uint64_t kEndsOffset = 11264;
-inline constexpr uint64_t kPortSemaphoresOffset = 12288;
-inline constexpr uint64_t kSignalsOffset = 16384;
+inline constexpr uint64_t kHeaderBytes = 128 * 1024;
+inline constexpr uint64_t kHeapOffset = 512;
+inline constexpr uint64_t kPortsOffset = 4096;
+inline constexpr uint64_t kMarksOffset = 8192;
+inline constexpr uint64_t kFaultReportsOffset = 10240;
+inline constexpr uint64_t kCallsOffset = 12288;
+inline constexpr uint64_t kOutputOffsetsOffset = 20480;
+inline constexpr uint64_t kEndsOffset = 22528;
+inline constexpr uint64_t kPortSemaphoresOffset = 24576;
+inline constexpr uint64_t kSignalsOffset = 32768;
 inline constexpr uint64_t kRowOfWordsBytes = kMaxWorldSize * sizeof(uint64_t);  // one word for each sender
 // Arrival words of one sender. A grid that uses ports divides them into one for each block and hop.
 inline constexpr uint32_t kPortWords = (kSignalsOffset - kPortSemaphoresOffset) / kRowOfWordsBytes;

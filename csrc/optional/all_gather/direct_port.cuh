@@ -25,13 +25,14 @@ template <DataType D, int World>
 LLM_COMM_KERNEL(kMaxDirectThreads)
 all_gather_direct_port(LLM_COMM_KERNEL_PARAM DirectArgs<ShardsArgs> args) {
   const uint32_t block = block_number(args.comm);
+  const Ranks<World> ranks(args.comm.world_size);
   const uint32_t rank = args.comm.rank;
   const uint32_t peer = thread_index();
-  const bool talks = block == 0 && peer < World && peer != rank;
+  const bool talks = block == 0 && peer < ranks.count() && peer != rank;
   const ShardView<D> source(args.input, args.shards.shard[rank], 0, args.range);
   const uint32_t lines = source.lines();
-  constexpr uint32_t kMaxHead = kMaxHeadLines / (World - 1);
-  const uint32_t head = lines / kPiecesPerHead < kMaxHead ? lines / kPiecesPerHead : kMaxHead;
+  const uint32_t most = kMaxHeadLines / (ranks.count() - 1);
+  const uint32_t head = lines / kPiecesPerHead < most ? lines / kPiecesPerHead : most;
 
   DirectSession<World, 1> session(args.comm, kAllGatherDirectPort, ShardView<D>::bytes_of(args.range.count), block);
   session.wait_for_grids_before(source.precomputed());
@@ -48,8 +49,8 @@ all_gather_direct_port(LLM_COMM_KERNEL_PARAM DirectArgs<ShardsArgs> args) {
                         source.bytes_of_lines(head, lines - head), 0, session.value_of(0), wait);
     }
     LLM_COMM_UNROLL(1)
-    for (uint32_t i = 0; i < World; ++i) {
-      const uint32_t to = (rank + 1 + i) % World;  // this rank last
+    for (uint32_t i = 0; i < ranks.count(); ++i) {
+      const uint32_t to = ranks.after(rank, 1 + i);  // this rank last
       const ShardView<D> target = output(to);
       const uint32_t stored = to == rank ? lines : head;
       const Chunks chunks(block, args.tile_lines, stored);

@@ -16,6 +16,7 @@ template <DataType D, int World>
 LLM_COMM_KERNEL(kMaxPortThreads)
 all_gather_port(LLM_COMM_KERNEL_PARAM ShardsArgs args) {
   const uint32_t block = block_number(args.comm);
+  const Ranks<World> ranks(args.comm.world_size);
   const uint32_t rank = args.comm.rank;
   const auto target_of = [&](uint32_t owner) {
     return ShardView<D>(args.output, args.shards.shard[owner], args.shards.row_elements, args.range);
@@ -45,8 +46,8 @@ all_gather_port(LLM_COMM_KERNEL_PARAM ShardsArgs args) {
   const auto take = [&](uint32_t t) {
     const uint32_t first = chunks.first(t);
     LLM_COMM_UNROLL(1)
-    for (uint32_t i = 1; i < World; ++i) {
-      const uint32_t from = (rank + i) % World;
+    for (uint32_t i = 1; i < ranks.count(); ++i) {
+      const uint32_t from = ranks.after(rank, i);
       const ShardView<D> target = target_of(from);
       const Line* const received = buffers.received(from, t % stages);
       move_lines(

@@ -72,7 +72,8 @@ LLM_COMM_DEVICE void all_reduce_in_two_hops(const AllReduceArgs& args, uint32_t 
   const uint32_t rank = args.comm.rank;
   const Message<D> message(args);
   const uint32_t lines = message.lines();
-  const uint32_t slice = (lines + World - 1) / World;
+  const Ranks<World> ranks(args.comm.world_size);
+  const uint32_t slice = (lines + ranks.count() - 1) / ranks.count();
   const Chunks chunks(block, args.tile_lines, slice);
   const uint32_t stages = stages_of(args.depth);
   const PortBuffers buffers(args.comm, block, args.tile_lines, stages);
@@ -99,12 +100,12 @@ LLM_COMM_DEVICE void all_reduce_in_two_hops(const AllReduceArgs& args, uint32_t 
         [&](uint32_t of, uint32_t k) {
           return of == rank ? message.load(first + k) : load_line(buffers.received(of, stage) + k);
         },
-        [&](uint32_t k, Line line) { message.store(first + k, line); });
+        [&](uint32_t k, Line line) { message.store(first + k, line); }, ranks);
   };
   const auto collect = [&](uint32_t t) {
     LLM_COMM_UNROLL(1)
-    for (uint32_t i = 1; i < World; ++i) {
-      const uint32_t from = (rank + i) % World;
+    for (uint32_t i = 1; i < ranks.count(); ++i) {
+      const uint32_t from = ranks.after(rank, i);
       const uint32_t first = from * slice + chunks.first(t);
       const Line* const received = buffers.received(from, stage_of(t, kGather));
       move_lines(

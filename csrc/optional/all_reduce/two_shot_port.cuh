@@ -69,10 +69,11 @@ all_reduce_two_shot_port(LLM_COMM_KERNEL_PARAM DirectArgs<AllReduceArgs> args) {
   const uint32_t depth = args.depth < kMinHBDepth ? kMinHBDepth : args.depth;  // arguments() may lower it
   const Message<D> message(args);
   const uint32_t lines = message.lines();
-  const uint32_t slice = (lines + World - 1) / World;
+  const Ranks<World> ranks(args.comm.world_size);
+  const uint32_t slice = (lines + ranks.count() - 1) / ranks.count();
   const auto slice_of = [&](uint32_t owner) { return Slice<D>(message, owner, slice, lines); };
   const uint32_t peer = thread_index();
-  const bool has_peer = peer < World && peer != rank;
+  const bool has_peer = peer < ranks.count() && peer != rank;
 
   Line* const shared = shared_memory<Line>();
   uint32_t* const ends_last_piece = &shared->word[2];
@@ -99,8 +100,8 @@ all_reduce_two_shot_port(LLM_COMM_KERNEL_PARAM DirectArgs<AllReduceArgs> args) {
     if (count == 0 || args.symmetric_offsets[0] == kNoSymmetricOffset) return;
     const bool is_last = piece == Pieces::kLast || pieces.lines(Pieces::kLast, own) == 0;
     const uint64_t bytes = message.bytes_of_lines(first, count);
-    for (uint32_t i = 1; i < World; ++i) {
-      const uint32_t to = (rank + i) % World;
+    for (uint32_t i = 1; i < ranks.count(); ++i) {
+      const uint32_t to = ranks.after(rank, i);
       const uint64_t symmetric_offset = offset_of(to);
       if (symmetric_offset == kNoSymmetricOffset) continue;
       const uint64_t target = symmetric_offset + message.bytes_of_lines(0, first);

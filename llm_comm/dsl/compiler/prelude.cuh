@@ -16,7 +16,7 @@ inline constexpr uint32_t kSignalsOfACallLog2 = 24;
 // Senders that a kernel waits for are packed into a constant, four bits for each: the offset from this rank, or
 // kAbsolute plus the rank.
 inline constexpr uint32_t kAbsolute = 8;
-static_assert(kMaxWorldSize <= kAbsolute);
+static_assert(kMaxExactWorld <= kAbsolute, "a program has no more ranks");
 
 // Slow path of a wait, not inlined into the fast path. `index`: position of the late sender among `senders`.
 LLM_COMM_DEVICE_CALL LateWait check_wait_of_call(const ProgramArgs& args, uint64_t start, OperationInWait op,
