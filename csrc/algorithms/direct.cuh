@@ -172,9 +172,7 @@ class DirectSession {
    public:
     LLM_COMM_DEVICE ManyAddresses(const DirectSession& session, uint32_t tensor, uint32_t first)
         : session_(session), tensor_(tensor), first_(first) {}
-    LLM_COMM_DEVICE char* at(uint32_t i) const {
-      return session_.address(tensor_, session_.ranks_.after(first_, i));
-    }
+    LLM_COMM_DEVICE char* at(uint32_t i) const { return session_.address(tensor_, session_.ranks_.after(first_, i)); }
     template <class Visit>
     LLM_COMM_DEVICE void for_each(Visit visit) const {
       LLM_COMM_UNROLL(4)

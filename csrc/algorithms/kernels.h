@@ -48,7 +48,7 @@ KernelOf<Algorithm> find_kernel(DataType type, uint32_t world, uint32_t variant)
     if constexpr (Algorithm::Operation::serves(D)) {
       if (type != D) return;
       found = world % 2 == 0 && world <= kMaxExactWorld ? Kernels<Algorithm, D, Worlds::kEven>::find(world, variant)
-                             : Kernels<Algorithm, D, Worlds::kOdd>::find(world, variant);
+                                                        : Kernels<Algorithm, D, Worlds::kOdd>::find(world, variant);
     }
   };
   look_at_type.template operator()<DataType::kBFloat16>();

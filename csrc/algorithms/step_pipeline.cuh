@@ -135,8 +135,8 @@ class ChunkBuffersOf {
   // Buffer on `receiver` for chunk t of `sender`.
   LLM_COMM_DEVICE Line* of(uint32_t receiver, uint32_t hop, uint32_t t, uint32_t sender) const {
     const uint32_t senders = HasOwn ? ranks_.count() : ranks_.count() - 1;
-    const uint64_t buffer = (uint64_t{t % stages_} * block_count() + block_) * senders +
-                            (HasOwn ? sender : among_others(sender, receiver));
+    const uint64_t buffer =
+        (uint64_t{t % stages_} * block_count() + block_) * senders + (HasOwn ? sender : among_others(sender, receiver));
     return staging_of(comm_, receiver, hop) + buffer * chunk_lines_;
   }
 

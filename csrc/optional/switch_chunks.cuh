@@ -31,7 +31,12 @@ template <int Parts>
 class SwitchBuffers {
  public:
   LLM_COMM_DEVICE SwitchBuffers(const DeviceComm& comm, uint32_t block, uint32_t chunk_lines, uint32_t depth)
-      : comm_(comm), parts_(comm.world_size), channel_(comm), block_(block), chunk_lines_(chunk_lines), stages_(2 * depth) {}
+      : comm_(comm),
+        parts_(comm.world_size),
+        channel_(comm),
+        block_(block),
+        chunk_lines_(chunk_lines),
+        stages_(2 * depth) {}
 
   LLM_COMM_DEVICE const Line* from(uint32_t hop, uint32_t t, uint32_t part) const { return of(hop, t, part); }
 

@@ -24,7 +24,7 @@ import subprocess
 import sys
 import time
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -204,9 +204,9 @@ class Outcome:
     failure: str  # "" if nothing was noticed
 
 
-def run(control: Control, program: Path, first_seed: int = 1) -> Outcome:
+def run(control: Control, program: Path, first_seed: int = 1, more: Sequence[str] = ()) -> Outcome:
     budget, expected = control.protection.budget, control.protection.failure
-    command = [str(program), "--seed", str(first_seed), "--cases", str(budget), *control.options]
+    command = [str(program), "--seed", str(first_seed), "--cases", str(budget), *control.options, *more]
     environment = {**os.environ, SWITCH: str(control.number)}
     done = subprocess.run(command, capture_output=True, text=True, timeout=600, check=False, env=environment)
     found = re.search(r"^FAILED: seed \d+ \(schedule (\d+) of this run\): (.*)$", done.stdout, flags=re.MULTILINE)

@@ -30,6 +30,8 @@ pytestmark = [
 SCHEDULES, FEWER_SCHEDULES = 4_000, 1_500
 #: Of each algorithm by the switch, at least, in each of four runs.
 SCHEDULES_BY_SWITCH = 250
+#: Of each algorithm, one in three with each of the worlds.
+SCHEDULES_OF_LARGE_WORLDS = 9
 
 
 @pytest.fixture(scope="module")
@@ -60,6 +62,15 @@ def test_schedules(programs: Path, schedules: int) -> None:
         done = run.result()
         assert done.returncode == 0, done.stdout + done.stderr
         assert f"{schedules} schedules" in done.stdout
+
+
+@pytest.mark.parametrize("subject", [algorithm.subject for algorithm in controls.ALGORITHMS])
+def test_schedules_of_large_worlds(programs: Path, subject: str) -> None:
+    """Worlds of 9, 12 and 16 ranks, whose kernels take the number of ranks at run time."""
+    done = driver.run(
+        programs / driver.PROGRAM, "--large", "--cases", SCHEDULES_OF_LARGE_WORLDS, "--algorithm", subject
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
 
 
 @pytest.mark.parametrize(
@@ -234,6 +245,23 @@ def test_a_missing_protection_is_noticed(control: controls.Control, with_control
     outcome = controls.run(control, with_controls)
     text = control.protection.text
     assert outcome.failure, f"{text}: nobody noticed in {outcome.schedules} schedules that this is gone"
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "re_arm:all_reduce/one_shot",
+        "sums_complete:all_reduce/two_shot",
+        "hb_acquire:all_reduce/two_shot_hb",
+        "tensors_ready:all_reduce/two_shot_pull_hb",
+        "lines_complete:all_reduce_add_rms_norm/two_shot",
+        "hb_release:all_gather/push_hb",
+    ],
+)
+def test_a_missing_protection_is_noticed_in_large_worlds(name: str, with_controls: Path) -> None:
+    control = next(control for control in controls.CONTROLS if control.name == name)
+    outcome = controls.run(control, with_controls, more=("--large",))
+    assert outcome.failure, f"nobody noticed in {outcome.schedules} schedules"
 
 
 def test_the_documented_controls_are_those_that_there_are() -> None:

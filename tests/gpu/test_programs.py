@@ -43,7 +43,7 @@ def run_ranks(program: str, limit_s: float, *options: str, world: int = WORLD) -
 
 
 @pytest.mark.timeout(620)
-@pytest.mark.parametrize("world", range(2, 9) if SHARED else [WORLD])
+@pytest.mark.parametrize("world", [*range(2, 9), 12, 16] if SHARED else [WORLD])
 def test_random_cases(world: int) -> None:
     run_ranks("random_cases.py", 600, "--both", world=world)
 

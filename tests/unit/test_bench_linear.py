@@ -301,7 +301,7 @@ def test_wrong_options(argv: list[str]) -> None:
         ["--shapes", f"64x{1 << 25}"],
         ["--tokens", "1,4097"],
         ["--choices", "--world", "2"],
-        ["--world", "9"],
+        ["--world", "17"],
         ["--world", "1", "--device", "cuda"],
         ["--json", "/no/such/directory/x.json"],
         ["--plot", "/no/such/directory/x.png"],

@@ -36,7 +36,7 @@
 namespace llm_comm {
 
 inline constexpr int kMaxWorldSize = 16;
-inline constexpr int kMaxExactWorld = 8;  // largest world that has kernels of its own (ranks.cuh)
+inline constexpr int kMaxExactWorld = 8;                  // largest world that has kernels of its own (ranks.cuh)
 inline constexpr int kMaxParameters = 1 + kMaxWorldSize;  // maximum per operation: that of shards.h
 
 inline constexpr uint64_t kHeaderBytes = 128 * 1024;
