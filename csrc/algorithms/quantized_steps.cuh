@@ -5,6 +5,8 @@
 // may be reused.
 #pragma once
 
+#include <type_traits>
+
 #include "algorithms/quantized.cuh"
 #include "algorithms/step_pipeline.cuh"
 
@@ -95,7 +97,7 @@ class QuantizedSteps {
     for_each_row<kSummedTogether>(
         team, lines, contributions_to(t, own),
         [&](uint32_t k, uint32_t, const Contributions& all) {
-          if (k < lines) target.store(first + k, LineElements<D>::round(sum_of(all.own, all.of_other)));
+          if (k < lines) target.store(first + k, LineElements<D>::round(sum_of(all)));
         },
         [](uint32_t, uint32_t) {});
   }
@@ -145,23 +147,28 @@ class QuantizedSteps {
   static constexpr uint32_t kSummedTogether = World == 2 ? 2 : 1;
 
   // A line of this rank's slice on all ranks: its own, and those of the other ranks in rank order.
-  struct Contributions {
+  struct LoadedContributions {
     Line own;
     Quantized of_other[World - 1];
   };
+  // Many ranks have too many contributions for registers: they are added as they are loaded.
+  using Contributions = std::conditional_t<kIsExactWorld<World>, LoadedContributions, Values<kPerLine>>;
 
   // Returns a function that loads the contributions to a line of chunk t.
   template <class Own>
   LLM_COMM_DEVICE auto contributions_to(uint32_t t, const Own& own) const {
     return [this, &own, incoming = typename Buffers::FromOthers(buffers_, kFirstHop, t), first = chunks_.first(t),
             lines = chunks_.lines(t, own.lines())](uint32_t k) {
-      Contributions all;
-      all.own = k < lines ? own.load(first + k) : Line{};
-      LLM_COMM_UNROLL(16)
-      for (uint32_t i = 0; i < World - 1; ++i) {
-        if (ranks_.has(i + 1)) all.of_other[i] = get(incoming.of(i), k);
+      const Line own_line = k < lines ? own.load(first + k) : Line{};
+      if constexpr (kIsExactWorld<World>) {
+        LoadedContributions all;
+        all.own = own_line;
+        LLM_COMM_UNROLL(8)
+        for (uint32_t i = 0; i < World - 1; ++i) all.of_other[i] = get(incoming.of(i), k);
+        return all;
+      } else {
+        return sum_in_batches(own_line, [&](uint32_t i) { return get(incoming.of(i), k); });
       }
-      return all;
     };
   }
 
@@ -173,7 +180,7 @@ class QuantizedSteps {
     send_rows<kSummedTogether>(
         team, chunks_.lines(t, own.lines()), contributions_to(t, own),
         [&](uint32_t k, const Contributions& all) {
-          const Quantized sum = quantize<W>(sum_of(all.own, all.of_other));
+          const Quantized sum = quantize<W>(sum_of(all));
           take(k, sum);
           return sum;
         },
@@ -236,18 +243,44 @@ class QuantizedSteps {
   }
 
   // The sum of a line in rank order.
-  LLM_COMM_DEVICE Values<kPerLine> sum_of(Line own, const Quantized (&of_other)[World - 1]) const {
+  LLM_COMM_DEVICE Values<kPerLine> sum_of(const LoadedContributions& all) const {
     Values<kPerLine> sum;
-    const auto add = [&](bool is_first, const Values<kPerLine>& x) {
-      LLM_COMM_UNROLL(8)
-      for (uint32_t i = 0; i < kPerLine; ++i) sum.of[i] = is_first ? x.of[i] : sum.of[i] + x.of[i];
-    };
-    LLM_COMM_UNROLL(16)
+    LLM_COMM_UNROLL(8)
     for (uint32_t i = 0; i < World; ++i) {
-      if (i == rank_) add(i == 0, LineElements<D>::values(own));
-      if (i < World - 1 && ranks_.has(i + 1)) add(i == 0 && rank_ != 0, dequantize<W>(of_other[i]));
+      if (i == rank_) add(sum, i == 0, LineElements<D>::values(all.own));
+      if (i < World - 1) add(sum, i == 0 && rank_ != 0, dequantize<W>(all.of_other[i]));
     }
     return sum;
+  }
+  static LLM_COMM_DEVICE const Values<kPerLine>& sum_of(const Values<kPerLine>& sum) { return sum; }
+
+  // The same of many ranks, with the loads of kRanksOfBatch other ranks in flight. load(i): of the i-th of them.
+  template <class Load>
+  LLM_COMM_DEVICE Values<kPerLine> sum_in_batches(Line own, Load load) const {
+    Values<kPerLine> sum{};
+    const uint32_t others = ranks_.count() - 1;
+    LLM_COMM_UNROLL(1)
+    for (uint32_t first = 0; first < others; first += kRanksOfBatch) {
+      Quantized batch[kRanksOfBatch] = {};
+      LLM_COMM_UNROLL(8)
+      for (uint32_t j = 0; j < kRanksOfBatch; ++j) {
+        if (first + j < others) batch[j] = load(first + j);
+      }
+      LLM_COMM_UNROLL(8)
+      for (uint32_t j = 0; j < kRanksOfBatch; ++j) {
+        const uint32_t i = first + j;
+        if (i == rank_) add(sum, i == 0, LineElements<D>::values(own));
+        if (i < others) add(sum, i == 0 && rank_ != 0, dequantize<W>(batch[j]));
+      }
+    }
+    // A last rank that no batch has reached.
+    if (rank_ == others && others % kRanksOfBatch == 0) add(sum, false, LineElements<D>::values(own));
+    return sum;
+  }
+
+  static LLM_COMM_DEVICE void add(Values<kPerLine>& sum, bool is_first, const Values<kPerLine>& x) {
+    LLM_COMM_UNROLL(8)
+    for (uint32_t i = 0; i < kPerLine; ++i) sum.of[i] = is_first ? x.of[i] : sum.of[i] + x.of[i];
   }
 
   LLM_COMM_DEVICE float* scales(Line* buffer) const {

@@ -1,5 +1,7 @@
 #include "schedules/schedule_parameters.h"
 
+#include <algorithm>
+
 namespace llm_comm::inline LLM_COMM_TARGET::schedules {
 
 emulator::ScheduleParameters draw_schedule_parameters(uint32_t ranks, emulator::Random& random) {
@@ -13,7 +15,9 @@ emulator::ScheduleParameters draw_schedule_parameters(uint32_t ranks, emulator::
   emulator::SchedulerParameters& scheduler = parameters.scheduler;
   scheduler.policy =
       random.pick({emulator::Policy::kUniform, emulator::Policy::kWeighted, emulator::Policy::kPriorities});
-  for (uint32_t& weight : scheduler.weight) weight = 1u << random.below(10);
+  // As many as 8 ranks have, so that seeds of smaller worlds draw alike.
+  const uint32_t weights = std::max<uint32_t>(ranks, kMaxExactWorld);
+  for (uint32_t i = 0; i < weights; ++i) scheduler.weight[i] = 1u << random.below(10);
   scheduler.change = random.pick({0u, 64u, 1024u});
   scheduler.preempt = random.pick({0u, 16u, 96u, 256u});
   scheduler.samples = random.between(1, 4);

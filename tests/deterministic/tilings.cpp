@@ -50,7 +50,7 @@ Tiling draw_tiling(uint32_t number, const Problem& problem, Random& random, uint
       if (name == "cluster") choice.cluster = value;
       if (name == "depth") choice.depth = value;
     }
-    Limits limits{kSlotBytes, 132, kMaxClusterBlocks, 0, kStagingBytes};
+    Limits limits{kSlotBytes, 132, kMaxClusterBlocks, 0, staging_bytes_of(problem.world)};
     const bool is_cut = random.chance(96);
     if (is_cut) limits.slot_bytes = problem.world * sizeof(Line) * random.between(1, 8);
     if (attempt == 20) {

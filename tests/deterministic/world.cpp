@@ -190,7 +190,7 @@ World::World(emulator::Machine& machine, uint32_t ranks, uint64_t first_operatio
                                     static_cast<double>(kTimeoutNs) / 1e9,
                                     true,
                                     check_calls,
-                                    kStagingBytes};
+                                    staging_bytes_of(ranks)};
     char* const ring = machine.memory().of_rank(rank) + kRingOffset;
     members_.emplace_back(new Member{{options, RankMemory(machine.memory(), rank), StreamLauncher(machine, rank),
                                       std::make_unique<schedules::PortActor>(machine, rank, ring)},

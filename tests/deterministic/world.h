@@ -16,8 +16,12 @@ using namespace llm_comm;  // NOLINT: a test of its kernels
 
 inline constexpr uint64_t kSlotBytes = 32 * 1024;
 // Behind the workspace: memory of the channels that message_passing.cuh drives.
-inline constexpr uint64_t kStagingBytes = 32 * 1024;
-inline constexpr uint64_t kChannelOffset = kHeaderBytes + kSlots * kSlotBytes + kStagingBytes;
+inline constexpr uint64_t kMaxStagingBytes = 64 * 1024;
+// The buffers of 16 senders take more.
+constexpr uint64_t staging_bytes_of(uint32_t ranks) {
+  return ranks > kMaxExactWorld ? kMaxStagingBytes : kMaxStagingBytes / 2;
+}
+inline constexpr uint64_t kChannelOffset = kHeaderBytes + kSlots * kSlotBytes + kMaxStagingBytes;
 inline constexpr uint64_t kRingOffset = kChannelOffset + 16 * 1024;  // the FIFO of port channels
 // Behind that, the only window of the symmetric heap.
 inline constexpr uint64_t kWindowOffset = kRingOffset + 16 * 1024;

@@ -33,7 +33,7 @@ enum class StartOrder : uint32_t { kAscending, kDescending, kAny };
 // Schedule parameters of the scheduler.
 struct SchedulerParameters {
   Policy policy = Policy::kUniform;
-  uint32_t weight[kMaxRanks] = {1, 1, 1, 1, 1, 1, 1, 1};
+  uint32_t weight[kMaxRanks] = {1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1};
   uint32_t change = 0;             // probability in 65536 per turn: priorities change
   uint32_t preempt = 0;            // probability in 256 per access: another thread runs first
   uint32_t samples = 1;            // a rank's next thread is the one of highest priority among so many random ones

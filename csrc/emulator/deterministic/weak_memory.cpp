@@ -88,7 +88,7 @@ void WeakMemory::write_back(const Location& location) {
 uint64_t WeakMemory::delay(const Message& message, uint32_t to) const {
   uint64_t scale = message.rank == to ? parameters_.local_delay : parameters_.delay;
   if (scale == 0 || message.fate == 0) return 0;
-  if (parameters_.slow_links >> (8 * message.rank + to) & 1) scale *= 16;
+  if (parameters_.slow_links >> (8 * message.rank + to) % 64 & 1) scale *= 16;
   const uint64_t hash = mix(message.fate + to * 0x632BE59BD9B4E019u + salt_);
   switch (hash & 7) {
     case 0:

@@ -53,10 +53,11 @@
 
 #include "emulator/deterministic/random.h"
 #include "llm_comm/platform_emulator_multicast.h"
+#include "llm_comm/workspace_layout.h"
 
 namespace llm_comm::inline LLM_COMM_TARGET::emulator {
 
-inline constexpr uint32_t kMaxRanks = 8;
+inline constexpr uint32_t kMaxRanks = kMaxWorldSize;
 
 using ViewId = uint32_t;
 
@@ -79,7 +80,7 @@ struct MemoryParameters {
   uint32_t overtake = 0;  // probability in 256 per store: be placed before any stores that it may overtake
   uint32_t delay = 0;  // typical steps until a store is visible to another rank; a few take up to eight times as long
   uint32_t local_delay = 0;  // the same within a rank
-  uint64_t slow_links = 0;   // bit 8 * from + to: delays are sixteen times as long
+  uint64_t slow_links = 0;   // bit (8 * from + to) % 64: delays are sixteen times as long
   bool grid_end_performs = true;
 };
 
