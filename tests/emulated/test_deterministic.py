@@ -30,8 +30,8 @@ pytestmark = [
 SCHEDULES, FEWER_SCHEDULES = 4_000, 1_500
 #: Of each algorithm by the switch, at least, in each of four runs.
 SCHEDULES_BY_SWITCH = 250
-#: Of each algorithm, one in three with each of the worlds.
-SCHEDULES_OF_LARGE_WORLDS = 9
+#: Of each algorithm, a third with each of the worlds.
+SCHEDULES_OF_LARGE_WORLDS = 6
 
 
 @pytest.fixture(scope="module")
