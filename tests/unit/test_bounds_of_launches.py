@@ -341,7 +341,7 @@ def test_numbers_that_stand_for_nothing() -> None:
     with pytest.raises(ValueError, match="there is no data type 4"):
         problem_of(ALL_REDUCE, 8, 2, data_type=4)
     with pytest.raises(ValueError, match="too many parameters"):
-        _core.Problem(count=8, row=0, data_type=BF16, world_size=2, parameters=(1.0,) * 10)
+        _core.Problem(count=8, row=0, data_type=BF16, world_size=2, parameters=(1.0,) * 18)
 
 
 # ---- The proof that mappings carry stores ---------------------------------------------------------------------------
