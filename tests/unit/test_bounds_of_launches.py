@@ -405,8 +405,8 @@ def why_not_compiled(directory: Path, program: str, old: str = "", new: str = ""
         ("", ""),
         ("SignalRange<CommonSignals::kFirst + CommonSignals::kBlocks, 224>", "SignalRange<383, 224>"),
         ("CommonSignals = SignalRange<0, 384>", "CommonSignals = SignalRange<0, 385>"),
-        ("kOutputOffsetsOffset = 10240", "kOutputOffsetsOffset = 16384"),
-        ("kFaultReportsOffset = 6144", "kFaultReportsOffset = 8200"),
+        ("kOutputOffsetsOffset = 20480", "kOutputOffsetsOffset = 32768"),
+        ("kFaultReportsOffset = 10240", "kFaultReportsOffset = 12296"),
     ],
     ids=["as it is", "one range in another", "a row too many", "places among signals", "notes among calls"],
 )
