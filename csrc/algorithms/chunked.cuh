@@ -230,15 +230,20 @@ struct Chunked {
     std::vector<TuningParameters> found;
     if (problem.bytes() < 1 << 20) return found;
     const uint32_t sms = limits.multiprocessors();
-    for (uint32_t blocks : up_to(Algorithm::kTunables.max("blocks"), {sms / 2, sms, 2 * sms})) {
-      for (uint32_t tile_lines : {256u, 512u, 1024u, 2048u, 4096u}) {
-        for (uint32_t depth : {2u, 3u, 4u}) {
-          const Tiling tiling{blocks, tile_lines, 1, depth, 0};
-          if (staging_bytes(tiling, problem.world) > limits.staging_bytes) continue;
-          found.push_back({.blocks = blocks, .tile_lines = tile_lines, .depth = depth});
+    const auto add_those_that_fit = [&](std::initializer_list<uint32_t> sizes) {
+      for (uint32_t blocks : up_to(Algorithm::kTunables.max("blocks"), {sms / 2, sms, 2 * sms})) {
+        for (uint32_t tile_lines : sizes) {
+          for (uint32_t depth : {2u, 3u, 4u}) {
+            const Tiling tiling{blocks, tile_lines, 1, depth, 0};
+            if (staging_bytes(tiling, problem.world) > limits.staging_bytes) continue;
+            found.push_back({.blocks = blocks, .tile_lines = tile_lines, .depth = depth});
+          }
         }
       }
-    }
+    };
+    add_those_that_fit({256, 512, 1024, 2048, 4096});
+    // The senders share the staging memory: many of them may leave room for smaller chunks only.
+    if (found.empty()) add_those_that_fit({64, 128});
     return found;
   }
 };

@@ -6,6 +6,7 @@ from __future__ import annotations
 import pytest
 
 from llm_comm import _core, registry
+from llm_comm.config import Config
 from llm_comm.planning.tables import ALL_REDUCE, FUSED
 
 LINE = 16
@@ -31,7 +32,7 @@ def tiles_of(algorithm: registry.Algorithm, lines: int, world: int, tile_lines: 
 
 
 @every_algorithm
-@pytest.mark.parametrize("world", [2, 3, 8])
+@pytest.mark.parametrize("world", [2, 3, 8, 9, 16])
 @pytest.mark.parametrize("sm_count", [4, 132])
 def test_candidates(algorithm: registry.Algorithm, world: int, sm_count: int) -> None:
     limits = limits_of(sm_count)
@@ -71,16 +72,16 @@ def test_one_shot_up_to_4_mib() -> None:
     assert _core.candidates(one_shot.number, problem_of(lines // 2 + 1, 3), limits_of(132)) == []
 
 
-def any_problem(algorithm: registry.Algorithm, elements: int) -> _core.Problem:
-    """Of two ranks: so many elements, in rows of 1024 where an operation works by rows, or of a part of one row."""
+def any_problem(algorithm: registry.Algorithm, elements: int, world: int = 2) -> _core.Problem:
+    """So many elements, in rows of 1024 where an operation works by rows, or in a part of one row on each rank."""
     is_fused = algorithm.operation == FUSED
     has_shards = registry.operations()[algorithm.operation].has_shards
-    parts = (1, elements, elements, *[0] * 6) if has_shards else ()
+    parts = (1, *[elements] * world) if has_shards else ()
     return _core.Problem(
         count=elements,
         row=1024 if is_fused else 0,
         data_type=tuple(registry.data_types()).index(algorithm.data_types[0]),
-        world_size=2,
+        world_size=world,
         parameters=(1e-5, 0) if is_fused else parts,
     )
 
@@ -109,6 +110,29 @@ def test_candidates_of_any_device_can_be_launched(sm_count: int) -> None:
                 found = choices_of(algorithm, problem, sm_count)
                 if algorithm.protocol == "HB" and sm_count > 132:
                     assert len(found) == len(choices_of(algorithm, problem, 132)), f"{operation.name}/{algorithm.name}"
+
+
+@pytest.mark.parametrize("world", [8, 9, 12, 16])
+@pytest.mark.parametrize("sm_count", [58, 108, 132, 148, 192])
+def test_many_ranks_have_candidates_in_chunks(world: int, sm_count: int) -> None:
+    """All of them share the staging memory of the default workspace."""
+    workspace = Config.load({}).workspace_bytes
+    limits = _core.Limits(
+        slot_bytes=_core.slot_bytes(workspace),
+        sm_count=sm_count,
+        max_cluster=16,
+        compute_capability=90,
+        staging_bytes=_core.staging_bytes(workspace),
+    )
+    for operation in registry.operations().values():
+        for algorithm in operation.algorithms:
+            if algorithm.protocol != "HB" or algorithm.uses_multimem:
+                continue
+            problem = any_problem(algorithm, 1 << 25, world)
+            found = _core.candidates(algorithm.number, problem, limits)
+            assert found, f"{operation.name}/{algorithm.name}"
+            for choice in found:
+                _core.shape(algorithm.number, problem, choice, limits)
 
 
 def test_a_problem_that_nobody_can_solve_has_no_candidates() -> None:
