@@ -174,7 +174,7 @@ def test_more_ranks_than_are_served(programs: Path) -> None:
         int main() {
           return nccl_test::run_ranks(nccl_test::Ranks::kThreads, 17, [](nccl_test::Rank& self) {
             ncclComm_t comm = nullptr;
-            EXPECT_OK(ncclCommInitRank(&comm, 9, self.next_id(), self.rank()));
+            EXPECT_OK(ncclCommInitRank(&comm, 17, self.next_id(), self.rank()));
             float one = 1;
             EXPECT_OK(ncclAllReduce(&one, &one, 1, ncclFloat32, ncclSum, comm, nullptr));
             EXPECT_OK(ncclCommDestroy(comm));
