@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 from harness import unnamed
 
+from llm_comm import _core
 from llm_comm.errors import PeerTimeout, UnsupportedInputError
 from llm_comm.runtime.failures import call_in_words, describe_ranks, explain, root_cause
 from llm_comm.runtime.rank_names import RankName, RankNames
@@ -187,7 +188,7 @@ def test_rows_of_a_call_are_told() -> None:
 
 
 def call_on_parts(data_type: str, *sizes: int, rows: int = 1) -> Any:
-    of_all = [*sizes, *[0] * (8 - len(sizes))]
+    of_all = [*sizes, *[0] * (_core.max_world_size - len(sizes))]
     details = [("rows", f"rows {rows}"), *((f"size_{rank}", f"size_{rank} {size}") for rank, size in enumerate(of_all))]
     return SimpleNamespace(
         operation="one-shot all-gather", data_type=data_type, row=0, count=max(sizes), number=1, details=details
