@@ -100,7 +100,9 @@ def check_variants(rows: int, hidden: int) -> None:
                 check_blocks(comm, inputs, residual, weight, quantize, f"{row}, {quantize}")
 
 
-@pytest.mark.parametrize(("world", "rows", "hidden"), [(2, 5, 1024), (3, 7, 896), (4, 5, 1184), (8, 3, 2304)])
+@pytest.mark.parametrize(
+    ("world", "rows", "hidden"), [(2, 5, 1024), (3, 7, 896), (4, 5, 1184), (8, 3, 2304), (12, 3, 1056), (16, 3, 2304)]
+)
 def test_every_launch(ranks: RankPool, world: int, rows: int, hidden: int) -> None:
     ranks.run(world, check_variants, rows, hidden)
 
@@ -121,7 +123,7 @@ def check_tiles(algorithm: str, wire: str) -> None:
                 check_blocks(comm, inputs, residual, weight, quantize, f"{algorithm}, {rows} rows of {hidden}")
 
 
-@pytest.mark.parametrize("world", [2, 3, 8])
+@pytest.mark.parametrize("world", [2, 3, 8, 12, 16])
 @pytest.mark.parametrize(("algorithm", "wire"), [("two_shot_hb", ""), ("two_shot_fp8_hb", "fp8")])
 def test_tiles_of_rows(ranks: RankPool, world: int, algorithm: str, wire: str) -> None:
     ranks.run(world, check_tiles, algorithm, wire)
@@ -135,12 +137,12 @@ def check_launches() -> None:
         rows = 2 * comm.plan_all_reduce_add_rms_norm(residual, weight, "nvfp4").chunk_rows + 3
         inputs = rows_of(comm.world_size, rows, hidden, torch.bfloat16)
         residual, weight = operands_of(rows, hidden, torch.bfloat16)
-        assert comm.plan_all_reduce_add_rms_norm(inputs[0], weight, "mxfp8").chunks == 3
+        assert comm.plan_all_reduce_add_rms_norm(inputs[0], weight, "mxfp8").chunks >= 3  # 4 where a slot has 2 rows
         for quantize in BLOCKS:
             check_blocks(comm, inputs, residual, weight, quantize, f"{algorithm}, {rows} rows, {quantize}")
 
 
-@pytest.mark.parametrize("world", [2, 3, 8])
+@pytest.mark.parametrize("world", [2, 3, 8, 12, 16])
 def test_message_larger_than_a_slot(ranks: RankPool, world: int) -> None:
     ranks.run(world, check_launches)
 
