@@ -286,7 +286,7 @@ OPTIONS: dict[str, Option] = {
         _BOOLEAN_OR_AUTO,
         Alike.YES,
         "sums would be of parts that different kernels have rounded",
-        "Whether SGLang's integration computes the experts of up to 64 tokens with llm_comm "
+        "Whether engine integrations compute the experts of up to 64 tokens with llm_comm "
         "(docs/experiments/experts.md). ``auto``: batches that each rank has measured to be faster. Off by default: "
         "no GPU has run the present kernels.",
         of_engines=True,

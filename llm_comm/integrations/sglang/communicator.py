@@ -21,20 +21,20 @@ from sglang.srt.environ import envs
 from sglang.srt.runtime_context import get_disagg, get_exec
 from sglang.srt.utils import is_cuda
 
-from llm_comm import _core
 from llm_comm.communicator import Communicator
 from llm_comm.config import EngineOptions
 from llm_comm.integrations import (
     collective_tuning,
     descriptions,
     engine_config,
+    experts,
     flashinfer_calls,
     joining,
     layer_tuning,
     members,
     sleeping,
 )
-from llm_comm.integrations.engine_config import options_of, seconds_at_start
+from llm_comm.integrations.engine_config import options_of
 from llm_comm.integrations.gather_scatter import EngineGatherScatter
 from llm_comm.integrations.linear import (
     FIRST_ACTIVATED,
@@ -305,20 +305,16 @@ def _set_up_experts(group: Any, communicator: Communicator) -> str:
     """With ``fuse_experts``: compute experts of few tokens by llm_comm, on all ranks or on none. Return text for the
     start line. Collective."""
     config = options_of(communicator)
-    measures = config.fuse_experts == "auto"
-    # A batch takes milliseconds to measure, so there is no budget to keep.
-    may_measure = seconds_at_start(config, communicator.device, usual_s=1.0) > 0
-    if not config.fuse_experts or (measures and not may_measure):
+    if not experts.are_wanted(config, communicator.device):
         return ""
     of_this_rank = "deterministic inference is on" if _is_deterministic() else TABLE.attempt(seams.EXPERTS)
     why_not = joining.objection_of_any(group.cpu_group, of_this_rank, seams.EXPERTS)
     if why_not is not None:
         return f"; experts are SGLang's: {why_not}"
-    from llm_comm.integrations.sglang import experts
+    from llm_comm.integrations.sglang.experts import activate
 
-    experts.activate(group, measures)
-    where = ", where it is faster" if measures else ""
-    return f"; experts of up to {_core.linear_max_tokens} tokens by llm_comm{where} (fuse_experts)"
+    activate(group, measures=config.fuse_experts == "auto")
+    return experts.about(config)
 
 
 def _attempt_linears() -> str | None:

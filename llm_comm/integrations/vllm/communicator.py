@@ -22,6 +22,7 @@ from llm_comm.integrations import (
     collective_tuning,
     descriptions,
     engine_config,
+    experts,
     flashinfer_calls,
     joining,
     layer_tuning,
@@ -207,6 +208,13 @@ class LlmCommCommunicator(CudaCommunicator):  # type: ignore[misc]
         """Compute a linear layer of batch-invariant mode (``invariant_linear.py``); None after ``destroy``."""
         return self._try_linear(linear.batch_invariant_linear, x, weight, linear.FIRST_INVARIANT_LINEAR)
 
+    def fused_experts(
+        self, x: torch.Tensor, gate_up_weight: torch.Tensor, **others: torch.Tensor
+    ) -> torch.Tensor | None:
+        """Compute experts with silu on this rank, as ``Communicator.fused_experts``; None if declined."""
+        others["down_weight"] = others["down_weight"].detach()
+        return self._try_linear(Communicator.try_fused_experts, x, gate_up_weight, linear.FIRST_EXPERTS, **others)
+
     def prefers_linear(self, outputs: int, inputs: int, fp8: bool = False, block_scales: bool = False) -> bool:
         """Return whether llm_comm is preferred for a linear layer at some batch size up to ``max_linear_tokens``."""
         return self._prefers(outputs, inputs, silu_and_mul=False, fp8=fp8, block_scales=block_scales)
@@ -307,6 +315,7 @@ class LlmCommCommunicator(CudaCommunicator):  # type: ignore[misc]
         if self._kind == "tp":
             about += collective_tuning.tune(member.communicator, self.cpu_group, configuration.model(), logger)
             about += self._set_up_fusion(member.communicator) + self._set_up_invariant_linear(member.communicator)
+            about += self._set_up_experts(member.communicator)
         if self.global_rank == 0:
             logger.info("%s%s", member.summary("vLLM", sums=self._sums), about)
             off = TABLE.describe()
@@ -417,6 +426,20 @@ class LlmCommCommunicator(CudaCommunicator):  # type: ignore[misc]
         invariant_linear.mark_configuration()
         self.computes_all_batches = True
         return linear.LINEAR_AT_EVERY_SIZE
+
+    def _set_up_experts(self, communicator: Communicator) -> str:
+        """With ``fuse_experts``: compute experts of few tokens, on all ranks or on none. Return text for the start
+        line."""
+        config = options_of(communicator)
+        if not experts.are_wanted(config, communicator.device):
+            return ""
+        why_not = self._objection(fusion.why_not_experts(), seams.EXPERTS)
+        if why_not is not None:
+            return f"; experts are vLLM's: {why_not}"
+        from llm_comm.integrations.vllm.experts import activate
+
+        activate(self, measures=config.fuse_experts == "auto")
+        return experts.about(config)
 
     def _set_up_linear(self, communicator: Communicator) -> str:
         """Choose whether compiled graphs get operators with linear layers, alike on all ranks, and measure layers that

@@ -149,6 +149,16 @@ def why_not_invariant_linear() -> str | None:
     return TABLE.attempt(seams.INVARIANT_LINEAR, partial(_why_not_kept_apart, config), _why_not_weights)
 
 
+def why_not_experts() -> str | None:
+    """Replace vLLM's method for experts without quantization, and return the reason why not, or None.
+
+    The replacement calls vLLM's method until ``experts.activate``.
+    """
+    if envs.VLLM_BATCH_INVARIANT:
+        return "VLLM_BATCH_INVARIANT is on"
+    return TABLE.attempt(seams.EXPERTS, _why_not_weights)
+
+
 def _why_not_kept_apart(vllm_config: Any) -> str | None:
     """Return the reason why vLLM's cache cannot separate compiled graphs with llm_comm's operators from others, or
     None."""

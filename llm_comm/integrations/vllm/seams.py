@@ -14,6 +14,7 @@ NORMS = "fused norms in compiled graphs"
 LINEAR = "fused linear layers"
 INVARIANT_LINEAR = "batch-invariant linear layers"
 EAGER_NORMS = "fused norms outside compiled graphs"
+EXPERTS = "experts"
 
 #: Consequence of each feature being off, for messages.
 LOST = {
@@ -25,6 +26,7 @@ LOST = {
     LINEAR: "Linear layers are vLLM's",
     INVARIANT_LINEAR: "Linear layers are vLLM's",
     EAGER_NORMS: "Norms of models that vLLM does not compile are vLLM's",
+    EXPERTS: "Experts are vLLM's",
 }
 
 _OURS = "llm_comm.integrations.vllm"
@@ -33,6 +35,7 @@ _PLATFORM = "vllm.platforms.cuda:CudaPlatformBase"
 _GROUP = "vllm.distributed.parallel_state:GroupCoordinator"
 _PASSES = "vllm.compilation.passes"
 _LINEAR = "vllm.model_executor.layers.linear"
+_MOE = "vllm.model_executor.layers.fused_moe"
 
 TIMEOUT = "vllm.config:ParallelConfig.distributed_timeout_seconds"
 #: vLLM's function for an all-reduce and an RMSNorm in models that are not compiled.
@@ -181,6 +184,25 @@ ROWS = (
         "vllm.distributed:get_tp_group",
     ),
     *named_rows(EAGER_NORMS, "vllm.config:ModelConfig.architectures"),
+    Row(
+        EXPERTS,
+        f"{_MOE}.unquantized_fused_moe_method:UnquantizedFusedMoEMethod.apply",
+        patch=f"{_OURS}.experts:apply",
+    ),
+    *digest_rows(
+        EXPERTS,
+        f"{_MOE}.unquantized_fused_moe_method:UnquantizedFusedMoEMethod.forward_native",
+        f"{_MOE}.unquantized_fused_moe_method:UnquantizedFusedMoEMethod.get_fused_moe_quant_config",
+        f"{_MOE}.oracle.unquantized:convert_to_unquantized_kernel_format",
+        f"{_MOE}.config:FusedMoEConfig",
+        f"{_MOE}.config:FusedMoEParallelConfig",
+    ),
+    *named_rows(
+        EXPERTS,
+        f"{_MOE}.oracle.unquantized:UnquantizedMoeBackend.TRITON",
+        f"{_MOE}.activation:MoEActivation.SILU",
+        "vllm.config:VllmConfig.offload_config",
+    ),
 )
 
 #: Linear layers need the norms' feature: the pass manager that it replaces also runs the passes of linear layers.

@@ -18,17 +18,15 @@ from typing import Any, NamedTuple
 from unittest import mock
 
 import torch
-import torch.nn.functional as F
+from expert_layers import EXPERTS, HIDDEN, INNER, TOP_K, batch_of, expected, layer_of, timed
 from fusion_scenarios import Norm, empty_package, excerpt, names_in, no, server, source_of
-from linear_scenarios import generator, meet_elsewhere
+from linear_scenarios import meet_elsewhere
 from lost_seams import lose
 from rank_processes import Log, dist_rank, scenario, serve
 from scenarios import ours, sglang_groups
-from torch import nn
 
 from llm_comm.integrations.sglang import seams
 
-EXPERTS, TOP_K, HIDDEN, INNER = 6, 2, 128, 64
 _MOE, _UNQUANTIZED = "sglang.srt.layers.moe", "sglang.srt.layers.quantization.unquant"
 _METHOD = f"{_UNQUANTIZED}:UnquantizedFusedMoEMethod.apply"
 
@@ -72,7 +70,7 @@ class Runner:
 
     def run(self, given: Any, info: Any) -> Any:
         self.tokens.append(len(given.hidden_states))
-        y = expected(given, info.w13_weight, info.w2_weight).to(given.hidden_states.dtype)
+        y = expected(*batch_in(given), info.w13_weight, info.w2_weight).to(given.hidden_states.dtype)
         return dispatcher.StandardCombineInput(hidden_states=y)
 
 
@@ -165,25 +163,12 @@ def what_llm_comm_does_not_compute_is_left_to_sglang() -> None:
 
 @scenario(LLM_COMM_FUSE_EXPERTS="auto", LLM_COMM_TUNE_AT_START="1")
 def with_auto_batches_that_are_faster_are_computed_by_llm_comm() -> None:
-    measured: list[tuple[int, int]] = []
-
-    def time_chain(call: Any, links: Any, *_: Any) -> float:
-        """Times by which llm_comm is faster below 8 tokens."""
-        tokens = len(links[0][1].hidden_states)
-        for link in links:
-            call(link)
-        measured.append((tokens, len(links)))
-        if tokens == 3:
-            raise RuntimeError("no memory")
-        is_own = len(measured) % 2 == 1
-        return 1.0 if is_own or tokens > 8 else 0.5
-
     with served() as log:
         assert len(log.having("; experts of up to 64 tokens by llm_comm, where it is faster")) == (dist_rank() == 0)
         method, first = experts()
         second = experts()[1]
         tokens = method.runner.tokens
-        with mock.patch("llm_comm.integrations.sglang.experts.time_chain", time_chain):
+        with timed() as measured:
             for layer in (first, second):  # SGLang's, until one comes again
                 check(method, layer, given_of(4))
             assert (tokens, measured) == ([4, 4], [])
@@ -260,31 +245,17 @@ def experts(dtype: torch.dtype = torch.bfloat16) -> tuple[Any, Any]:
     method.runner = Runner(backends.MoeRunnerBackend.TRITON)
     method.moe_runner_config = runners.MoeRunnerConfig(EXPERTS, EXPERTS, HIDDEN, INNER, layer_id=3, top_k=TOP_K)
     method._aiter_runner = None
-    random, layer = generator(dist_rank()), nn.Module()
-    for name, shape in (("w13_weight", (EXPERTS, 2 * INNER, HIDDEN)), ("w2_weight", (EXPERTS, HIDDEN, INNER))):
-        weight = torch.randn(shape, generator=random) / shape[-1] ** 0.5
-        setattr(layer, name, nn.Parameter(weight.to(dtype), requires_grad=False))
-    return method, layer
+    return method, layer_of(dtype)
 
 
 def given_of(tokens: int, dtype: torch.dtype = torch.bfloat16) -> Any:
     """What the router hands on."""
-    random = generator(tokens)
-    chosen = [torch.randperm(EXPERTS, generator=random)[:TOP_K] for _ in range(tokens)]
-    ids = torch.stack(chosen).int() if chosen else torch.empty(0, TOP_K, dtype=torch.int32)
-    factors = torch.rand(tokens, TOP_K, generator=random)
-    x = torch.randn(tokens, HIDDEN, generator=random).to(dtype)
+    x, factors, ids = batch_of(tokens, dtype)
     return dispatcher.StandardDispatchOutput(x, None, topk.StandardTopKOutput(factors, ids, torch.empty(0)))
 
 
-def expected(given: Any, gate_up_weight: torch.Tensor, down_weight: torch.Tensor) -> torch.Tensor:
-    x, chosen = given.hidden_states.double(), given.topk_output
-    y = torch.zeros_like(x)
-    for expert, (gate_up, down) in enumerate(zip(gate_up_weight.double(), down_weight.double(), strict=True)):
-        gate, up = (x @ gate_up.T).chunk(2, -1)
-        factor = torch.where(chosen.topk_ids == expert, chosen.topk_weights.double(), 0).sum(-1, keepdim=True)
-        y += F.silu(gate) * up * factor @ down.T
-    return y
+def batch_in(given: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    return given.hidden_states, given.topk_output.topk_weights, given.topk_output.topk_ids
 
 
 def check(method: Any, layer: Any, given: Any) -> None:
@@ -292,7 +263,7 @@ def check(method: Any, layer: Any, given: Any) -> None:
     got = method.apply(layer, given)
     assert type(got) is dispatcher.StandardCombineInput
     assert torch.equal(given.hidden_states, before)
-    want = expected(given, layer.w13_weight, layer.w2_weight)
+    want = expected(*batch_in(given), layer.w13_weight, layer.w2_weight)
     torch.testing.assert_close(got.hidden_states.double(), want, rtol=0.02, atol=0.02)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import column_scenarios
+import experts_scenarios
 import fusion_scenarios
 import gather_scenarios
 import linear_scenarios
@@ -15,7 +16,7 @@ from vllm.config import VllmConfig
 from warm_compiler import warm_up
 
 COMPILED = (column_scenarios, fusion_scenarios, linear_scenarios, scaled_scenarios)
-FILES = (*COMPILED, gather_scenarios, scenarios)
+FILES = (*COMPILED, experts_scenarios, gather_scenarios, scenarios)
 
 
 if __name__ == "__main__":

@@ -1,0 +1,181 @@
+"""vLLM's experts by llm_comm: run by ``test_vllm_experts.py``, as ``scenarios.py`` is by its test.
+
+The method of experts without quantization is vLLM's. A stand-in takes the place of its Triton kernels.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
+
+import torch
+from expert_layers import EXPERTS, HIDDEN, batch_of, expected, layer_of, timed
+from lost_seams import lose
+from rank_processes import Log, dist_rank, scenario
+from scenarios import parallel_state, vllm_groups
+from vllm.config import VllmConfig
+from vllm.model_executor.layers.fused_moe.activation import MoEActivation
+from vllm.model_executor.layers.fused_moe.oracle.unquantized import UnquantizedMoeBackend
+from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import UnquantizedFusedMoEMethod
+
+from llm_comm.integrations.vllm import seams
+
+_METHOD = "vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method:UnquantizedFusedMoEMethod.apply"
+
+
+class Kernel:
+    """vLLM's kernels: computes the same in fp64, and notes the tokens."""
+
+    def __init__(self) -> None:
+        self.tokens: list[int] = []
+
+    def apply(self, **given: Any) -> torch.Tensor:
+        x = given["hidden_states"]
+        self.tokens.append(len(x))
+        return expected(x, given["topk_weights"], given["topk_ids"], given["w1"], given["w2"]).to(x.dtype)
+
+
+# ---- Scenarios ------------------------------------------------------------------------------------------------------
+
+
+@scenario(smoke=True, LLM_COMM_FUSE_EXPERTS="1")
+def experts_of_few_tokens_are_computed_by_llm_comm() -> None:
+    with served() as log:
+        assert len(log.having("; experts of up to 64 tokens by llm_comm (fuse_experts)")) == (dist_rank() == 0)
+        for dtype in (torch.bfloat16, torch.float16):
+            method, layer = experts(dtype)
+            for tokens in (1, 17, 64):
+                check(method, layer, tokens, dtype)
+            assert method.moe_kernel.tokens == []
+            check(method, layer, 65, dtype)
+            assert method.moe_kernel.tokens == [65]
+        said = f"llm_comm: first experts computed by llm_comm (2 ranks, shape (1, {HIDDEN}), weight (6, 128, {HIDDEN}))"
+        assert len(log.having(said)) == (dist_rank() == 0)
+
+
+@scenario(LLM_COMM_FUSE_EXPERTS="1")
+def what_llm_comm_does_not_compute_is_left_to_vllm() -> None:
+    with served():
+        method, layer = experts()
+        tokens = method.moe_kernel.tokens
+        changes: list[tuple[Any, str, Any]] = [
+            (method, "unquantized_backend", UnquantizedMoeBackend.FLASHINFER_CUTLASS),
+            (layer, "activation", MoEActivation.GELU),
+            (layer, "expert_map", torch.zeros(EXPERTS, dtype=torch.int32)),
+            (layer, "apply_router_weight_on_input", True),
+            *((layer, name, 7.0) for name in ("swiglu_alpha", "swiglu_beta", "swiglu_limit")),
+            *((method.moe, name, True) for name in ("has_bias", "is_lora_enabled", "_defer_moe_finalize")),
+            (method.moe, "swiglu_limit", 7.0),
+            *((method.moe.moe_parallel_config, name, 2) for name in ("dp_size", "ep_size", "pcp_size", "sp_size")),
+        ]
+        for place, name, value in changes:
+            with mock.patch.object(place, name, value, create=True):
+                check(method, layer, 4)
+            assert tokens.pop() == 4, name
+        assert not tokens
+        x, factors, ids = batch_of(4)
+        method.apply(layer, x, factors, ids, SimpleNamespace(), x)
+        method.apply(layer, x, factors, ids.long(), None, None)
+        assert [tokens.pop(), tokens.pop()] == [4, 4]
+        check(method, layer, 4)
+        assert not tokens
+
+
+@scenario(LLM_COMM_FUSE_EXPERTS="auto", LLM_COMM_TUNE_AT_START="1")
+def with_auto_batches_that_are_faster_are_computed_by_llm_comm() -> None:
+    with served() as log, timed() as measured:
+        assert len(log.having("; experts of up to 64 tokens by llm_comm, where it is faster")) == (dist_rank() == 0)
+        (method, first), second = experts(), experts()[1]
+        for layer in (first, second, first, second):
+            check(method, layer, 4)
+        assert measured == [(4, 2)] * 2
+        assert method.moe_kernel.tokens == [4, 4, 4, 4]  # of the first two, and of the measurement
+        check(method, first, 9)
+        assert method.moe_kernel.tokens[4:] == [9, 9, 9]
+        assert len(log.having("llm_comm: experts of 4 tokens: 0.5 us, vLLM's 1.0")) == (dist_rank() == 0)
+
+
+@scenario()
+def without_the_option_experts_are_vllms() -> None:
+    before = UnquantizedFusedMoEMethod.apply
+    with served() as log:
+        assert UnquantizedFusedMoEMethod.apply is before
+        check_untouched(log, "")
+
+
+@scenario(LLM_COMM_FUSE_EXPERTS="1", VLLM_BATCH_INVARIANT="1")
+def in_batch_invariant_mode_experts_are_vllms() -> None:
+    """Larger batches would have other bits."""
+    with served() as log:
+        check_untouched(log, "; experts are vLLM's: VLLM_BATCH_INVARIANT is on")
+
+
+@scenario(LLM_COMM_FUSE_EXPERTS="1")
+def experts_whose_weights_lie_in_the_hosts_memory_are_vllms() -> None:
+    config = VllmConfig()
+    config.offload_config.uva.cpu_offload_gb = 1
+    with served(config) as log:
+        check_untouched(log, "; experts are vLLM's: weights lie in the host's memory")
+
+
+@scenario(LLM_COMM_FUSE_EXPERTS="1")
+def one_rank_without_the_method_takes_the_others_along() -> None:
+    if dist_rank() == 1:
+        lose(seams.TABLE, _METHOD)
+    with served() as log:
+        check_untouched(log, "; experts are vLLM's: rank 1 (global rank 1): ")
+
+
+@scenario(LLM_COMM_FUSE_EXPERTS="1")
+def after_the_group_has_been_destroyed_experts_are_vllms() -> None:
+    with served():
+        method, layer = experts()
+        check(method, layer, 4)
+        assert not method.moe_kernel.tokens
+    check(method, layer, 4)
+    assert method.moe_kernel.tokens == [4]
+
+
+# ---- What they are made of ------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def served(config: VllmConfig | None = None) -> Iterator[Log]:
+    """Groups of two ranks; their log."""
+    with vllm_groups(config=config) as log, torch.no_grad():
+        assert parallel_state.get_tp_group().world_size == 2
+        yield log
+
+
+def experts(dtype: torch.dtype = torch.bfloat16) -> tuple[Any, Any]:
+    """The method and the layer of experts, with numbers of this rank."""
+    method = object.__new__(UnquantizedFusedMoEMethod)
+    torch.nn.Module.__init__(method)
+    method.unquantized_backend, method.moe_kernel = UnquantizedMoeBackend.TRITON, Kernel()
+    method.moe = SimpleNamespace(moe_parallel_config=SimpleNamespace(dp_size=1, ep_size=1, pcp_size=1, sp_size=1))
+    method._forward_method = method.forward_native
+    layer = layer_of(dtype)
+    layer.activation, layer.apply_router_weight_on_input = MoEActivation.SILU, False
+    layer.global_num_experts, layer.expert_map = EXPERTS, None
+    return method, layer
+
+
+def check(method: Any, layer: Any, tokens: int, dtype: torch.dtype = torch.bfloat16) -> None:
+    batch = batch_of(tokens, dtype)
+    got = method.apply(layer, *batch, None, None)
+    want = expected(*batch, layer.w13_weight, layer.w2_weight)
+    torch.testing.assert_close(got.double(), want, rtol=0.02, atol=0.02)
+
+
+def check_untouched(log: Log, said: str) -> None:
+    """That experts are vLLM's, and the line at start says so."""
+    lines = log.having("is active for group")
+    assert len([line for line in lines if "experts" in line]) == (bool(said) and dist_rank() == 0), lines
+    assert not said or len(log.having(said)) == (dist_rank() == 0), lines
+    method, layer = experts()
+    check(method, layer, 4)
+    assert method.moe_kernel.tokens == [4]
+    assert not log.having("first experts")
