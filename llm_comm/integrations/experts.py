@@ -1,15 +1,15 @@
 """Experts of few tokens in the integrations of both engines: which batches llm_comm computes.
 
 With ``fuse_experts="auto"`` llm_comm computes the batches that it has measured to be faster. Engines run a model with a
-batch size before they capture it. The first such run times the engine's kernels and llm_comm's in graphs of several
-layers, whose weights together exceed the L2 cache, with experts chosen at random. Each rank decides for itself: its
-part of the sum is right by either kernel. Batches that were not measured are the engine's.
+batch size before they capture it. The first such run times the engine's kernels and llm_comm's, each in a graph of
+several calls of that layer. Each call has experts chosen at random, so most of their weights come from device memory.
+Each rank decides for itself: its part of the sum is right by either kernel. Batches that were not measured are the
+engine's.
 """
 
 from __future__ import annotations
 
 import logging
-import weakref
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -19,10 +19,11 @@ import torch.distributed as dist
 from llm_comm import _core
 from llm_comm.bench.layer_chains import time_chain
 from llm_comm.config import EngineOptions
+from llm_comm.errors import CommunicatorError
 from llm_comm.integrations.engine_config import seconds_at_start
 
-#: Maximum layers of a graph that is timed.
-_MOST_LAYERS = 8
+#: Calls of a graph that is timed.
+_CALLS = 8
 _REPS = 7
 #: llm_comm computes a batch if it is faster by more than this share, by which repeated runs may differ.
 _MARGIN = 0.02
@@ -64,27 +65,6 @@ def computed(compute: Callable[..., torch.Tensor | None], layer: Any, batch: Bat
     )
 
 
-class _Layers:
-    """Layers with weights of one shape."""
-
-    def __init__(self) -> None:
-        self._found: list[weakref.ReferenceType[Any]] = []
-        self._are_enough = False
-
-    def add(self, layer: Any) -> None:
-        """Add a layer. They are enough when one comes again, since a model runs all of its layers in turn."""
-        if not self._are_enough and any(found() is layer for found in self._found):
-            self._are_enough = True
-        if not self._are_enough:
-            self._found.append(weakref.ref(layer))
-            self._are_enough = len(self._found) == _MOST_LAYERS
-
-    def to_measure(self) -> list[Any]:
-        """Return the layers; [] if they are not enough yet."""
-        found = [layer() for layer in self._found] if self._are_enough else []
-        return [layer for layer in found if layer is not None]
-
-
 class Choice:
     """Choice of the batches that llm_comm computes in one engine.
 
@@ -96,17 +76,16 @@ class Choice:
 
     def __init__(self, measures: bool, engine: str, log: logging.Logger) -> None:
         self._measures, self._engine, self._log = measures, engine, log
-        #: By shapes and dtype of the weights.
-        self._layers: dict[tuple[Any, ...], _Layers] = {}
-        #: By these, and the numbers of tokens and of experts of a token.
+        #: By shapes and dtype of the weights, and the numbers of tokens and of experts of a token.
         self._is_faster: dict[tuple[Any, ...], bool] = {}
 
-    def is_ours(self, layer: Any, batch: Batch, theirs: Compute, ours: Compute) -> bool:
+    def is_ours(self, layer: Any, batch: Batch, experts: int, theirs: Compute, ours: Compute) -> bool:
         """Return whether llm_comm computes a batch, after a measurement if one is due and can be made.
 
         Args:
             layer: Layer with ``w13_weight`` and ``w2_weight``.
             batch: The batch, on the current stream.
+            experts: Number of experts that the router chooses from. Those that this rank lacks have the number -1.
             theirs, ours: Calls that compute it.
         """
         x, _, ids = batch
@@ -114,39 +93,45 @@ class Choice:
             return True
         if not 1 <= len(x) <= _core.linear_max_tokens:
             return False
-        shapes = layer.w13_weight.shape, layer.w2_weight.shape, x.dtype
-        key = (*shapes, *ids.shape)
+        key = (layer.w13_weight.shape, layer.w2_weight.shape, x.dtype, *ids.shape)
         if key not in self._is_faster:
             if x.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
                 return False
-            layers = self._layers.setdefault(shapes, _Layers())
-            layers.add(layer)
-            links = [(one, _drawn(batch, len(one.w2_weight))) for one in layers.to_measure()]
-            if not links:
-                return False
-            self._is_faster[key] = self._measure(links, theirs, ours)
+            self._is_faster[key] = self._measure(layer, batch, experts, theirs, ours)
         return self._is_faster[key]
 
-    def _measure(self, links: list[tuple[Any, Batch]], theirs: Compute, ours: Compute) -> bool:
-        """Time both kernels with layers and their batches, and return whether llm_comm is faster."""
-        x = links[0][1].x
-        if ours(*links[0]) is None:
-            return False
+    def _measure(self, layer: Any, batch: Batch, experts: int, theirs: Compute, ours: Compute) -> bool:
+        """Time both kernels with batches of experts chosen at random, and return whether llm_comm is faster."""
+        tokens, device = len(batch.x), batch.x.device
+
+        def ours_or_error(batch: Batch) -> None:
+            if ours(layer, batch) is None:
+                raise RuntimeError("one is declined")
+
         try:
-            their_us = time_chain(lambda link: theirs(*link), links, _REPS, x.device)
-            our_us = time_chain(lambda link: ours(*link), links, _REPS, x.device)
-        except RuntimeError as error:  # no memory, or kernels that cannot be captured
+            random = torch.Generator(device).manual_seed(1)  # the engine's draws stay as they are
+            batches = [_drawn(batch, experts, len(layer.w2_weight), random) for _ in range(_CALLS)]
+            their_us = time_chain(lambda drawn: theirs(layer, drawn), batches, _REPS, device)
+            our_us = time_chain(ours_or_error, batches, _REPS, device)
+        except CommunicatorError:
+            raise
+        except Exception as error:  # no memory, kernels that cannot be captured, and whatever the engine's may raise
             self._log.warning(
-                "llm_comm: experts of %d tokens were not measured and are %s's: %s", len(x), self._engine, error
+                "llm_comm: experts of %d tokens were not measured and are %s's: %s", tokens, self._engine, error
             )
             return False
+        finally:
+            if device.type == "cuda":
+                torch.cuda.empty_cache()  # what the graphs had
         if dist.get_rank() == 0:
-            self._log.info("llm_comm: experts of %d tokens: %.1f us, %s's %.1f", len(x), our_us, self._engine, their_us)
+            self._log.info("llm_comm: experts of %d tokens: %.1f us, %s's %.1f", tokens, our_us, self._engine, their_us)
         return our_us * (1 + _MARGIN) < their_us
 
 
-def _drawn(batch: Batch, experts: int) -> Batch:
-    """Return a copy of the batch whose tokens have chosen experts at random."""
+def _drawn(batch: Batch, experts: int, own: int, random: torch.Generator) -> Batch:
+    """Return a copy of the batch whose tokens have chosen among ``experts`` at random. This rank has the first ``own``
+    of these."""
     x, weights, ids = batch
-    drawn = torch.rand(len(ids), experts, device=ids.device).topk(ids.shape[1])
-    return Batch(x.clone(), drawn.values.to(weights.dtype), drawn.indices.to(ids.dtype))
+    drawn = torch.rand(len(ids), experts, device=ids.device, generator=random).topk(ids.shape[1])
+    chosen = torch.where(drawn.indices < own, drawn.indices, -1)
+    return Batch(x.clone(), drawn.values.to(weights.dtype), chosen.to(ids.dtype))

@@ -98,8 +98,8 @@ OF_EXPERTS = (
     _protection(
         "sums_are_there",
         "sums of all groups are there before they are rounded",
-        "  block_sync();\n  // `out` may be",
-        "  if (!WITHOUT) block_sync();\n  // `out` may be",
+        "  block_sync();  // also keeps",
+        "  if (!WITHOUT) block_sync();  // also keeps",
         WRONG_RESULT,
     ),
 )

@@ -96,10 +96,10 @@ KERNELS = (
     cpp(
         "an owner adds its own contribution first",
         QUANTIZED_STEPS,
-        "if (i == rank_) add(i == 0, LineElements<D>::values(own));\n"
-        "      if (i < World - 1) add(i == 0 && rank_ != 0, dequantize<W>(of_other[i]));",
-        "if (WITHOUT ? i == 0 : i == rank_) add(i == 0, LineElements<D>::values(own));\n"
-        "      if (i < World - 1) add(!WITHOUT && i == 0 && rank_ != 0, dequantize<W>(of_other[i]));",
+        "if (i == rank_) add(sum, i == 0, LineElements<D>::values(all.own));\n"
+        "      if (i < World - 1) add(sum, i == 0 && rank_ != 0, dequantize<W>(all.of_other[i]));",
+        "if (WITHOUT ? i == 0 : i == rank_) add(sum, i == 0, LineElements<D>::values(all.own));\n"
+        "      if (i < World - 1) add(sum, !WITHOUT && i == 0 && rank_ != 0, dequantize<W>(all.of_other[i]));",
         WIRE,
     ),
     cpp(
@@ -560,15 +560,15 @@ KERNELS = (
     cpp(
         "copies go to whatever place",
         DIRECT,
-        "} else if (elsewhere != World) {",
-        "} else if (elsewhere != World && !WITHOUT) {",
+        "} else if (elsewhere != ranks.count()) {",
+        "} else if (elsewhere != ranks.count() && !WITHOUT) {",
         SYMMETRIC,
     ),
     cpp(
         "the last rank that is elsewhere is named",
         DIRECT,
         "if (symmetric_offset != offset_of(0)) elsewhere = rank;",
-        "if (symmetric_offset != offset_of(0) && !(WITHOUT && elsewhere != World)) elsewhere = rank;",
+        "if (symmetric_offset != offset_of(0) && !(WITHOUT && elsewhere != ranks.count())) elsewhere = rank;",
         SYMMETRIC,
     ),
     cpp(

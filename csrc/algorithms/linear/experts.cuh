@@ -342,7 +342,7 @@ experts_layer(LLM_COMM_KERNEL_PARAM ExpertsArgs args) {
   const uint32_t stride = args.block_outputs + linear::kSumsPadding;
   float* const sums_of_teams = memory.sums();
   if constexpr (Gated) grid_dependency_wait();  // for the router's choice
-  const uint32_t groups = find_groups<Rows>(args, memory);
+  const uint32_t groups = same_in_warp(find_groups<Rows>(args, memory));
   const ExpertUnits units = Gated ? ExpertUnits::of_gate_up(groups, tiles) : ExpertUnits::of_down(groups, tiles);
   const ExpertsFetch<Gated, Rows> fetch(args, memory, units);
   if (fetches) {
@@ -404,8 +404,8 @@ experts_layer(LLM_COMM_KERNEL_PARAM ExpertsArgs args) {
       warp_sync();  // another lane may add to the same sum for the next group
     });
   }
+  block_sync();  // also keeps the fetching warp until its copies have arrived
   if constexpr (Gated) return;
-  block_sync();
   // `out` may be written: the fetching warp has waited for earlier grids, also where it had nothing to fetch.
   const uint32_t first = block_index() * outputs;
   LLM_COMM_UNROLL(1)

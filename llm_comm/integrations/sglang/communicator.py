@@ -268,7 +268,11 @@ def _set_up_linears(group: Any, communicator: Communicator, model: Model | None)
     if why_not is None:
         from llm_comm.integrations.sglang import linear
 
-        linear.activate(None if model is None else router_of(model))
+        router = None if model is None else router_of(model)
+        shape = [0, 0] if router is None else [router.outputs, router.inputs]
+        # Each rank reads config.json. A router that some ranks computed otherwise might choose other experts there.
+        of_ranks = Rendezvous(group.cpu_group, joining.ENGINE_TIMEOUT_S).gather("router of the model", shape)
+        linear.activate(router if all(of_rank == shape for of_rank in of_ranks) else None)
     return about_linear(communicator, "SGLang", why_not, communicator.max_preferred_tokens) + found
 
 

@@ -76,7 +76,8 @@ def around_apply(theirs: Any, method: Any, layer: Any, dispatch_output: Any) -> 
     def by_ours(layer: Any, batch: Batch) -> torch.Tensor | None:
         return computed(compute, layer, batch)
 
-    y = by_ours(layer, batch) if _State.choice.is_ours(layer, batch, by_theirs, by_ours) else None
+    experts = method.moe_runner_config.num_experts
+    y = by_ours(layer, batch) if _State.choice.is_ours(layer, batch, experts, by_theirs, by_ours) else None
     return theirs(method, layer, dispatch_output) if y is None else StandardCombineInput(hidden_states=y)
 
 

@@ -17,7 +17,9 @@ from typing import Any
 
 import torch
 from vllm.model_executor.layers.fused_moe.activation import MoEActivation
+from vllm.model_executor.layers.fused_moe.experts.triton_moe import TritonExperts
 from vllm.model_executor.layers.fused_moe.oracle.unquantized import UnquantizedMoeBackend
+from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import UnquantizedFusedMoEMethod
 
 from llm_comm.integrations.experts import Batch, Choice, computed
 
@@ -70,7 +72,8 @@ def apply(
     def by_ours(layer: Any, batch: Batch) -> torch.Tensor | None:
         return computed(compute, layer, batch)
 
-    y = by_ours(layer, batch) if _State.choice.is_ours(layer, batch, by_theirs, by_ours) else None
+    experts = len(layer.w2_weight)
+    y = by_ours(layer, batch) if _State.choice.is_ours(layer, batch, experts, by_theirs, by_ours) else None
     return by_theirs(layer, batch) if y is None else y
 
 
@@ -78,11 +81,15 @@ def _is_served(method: Any, layer: Any) -> bool:
     """Return whether llm_comm computes what ``method`` would, apart from shapes and dtypes."""
     config = method.moe
     return (
-        method.unquantized_backend is UnquantizedMoeBackend.TRITON
+        type(method) is UnquantizedFusedMoEMethod  # others compute more
+        and method.unquantized_backend is UnquantizedMoeBackend.TRITON
+        and method.experts_cls is TritonExperts
         and layer.activation is MoEActivation.SILU
         and all(_is_unset(layer, name) for name in _UNSET)
         and all(_is_unset(config, name) for name in _UNSET_IN_CONFIG)
         and all(getattr(config.moe_parallel_config, name) == 1 for name in _NOT_PARALLEL)
+        # Since 0.33: a model's own steps before the rows of a token are added.
+        and _is_unset(getattr(method.moe_kernel, "fused_experts", None), "post_gemm2_hook")
     )
 
 

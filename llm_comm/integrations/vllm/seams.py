@@ -194,6 +194,7 @@ ROWS = (
         f"{_MOE}.unquantized_fused_moe_method:UnquantizedFusedMoEMethod.forward_native",
         f"{_MOE}.unquantized_fused_moe_method:UnquantizedFusedMoEMethod.get_fused_moe_quant_config",
         f"{_MOE}.oracle.unquantized:convert_to_unquantized_kernel_format",
+        f"{_MOE}.experts.triton_moe:TritonExperts.apply",
         f"{_MOE}.config:FusedMoEConfig",
         f"{_MOE}.config:FusedMoEParallelConfig",
     ),

@@ -165,29 +165,37 @@ def what_llm_comm_does_not_compute_is_left_to_sglang() -> None:
 def with_auto_batches_that_are_faster_are_computed_by_llm_comm() -> None:
     with served() as log:
         assert len(log.having("; experts of up to 64 tokens by llm_comm, where it is faster")) == (dist_rank() == 0)
-        method, first = experts()
-        second = experts()[1]
+        method, layer = experts()
         tokens = method.runner.tokens
         with timed() as measured:
-            for layer in (first, second):  # SGLang's, until one comes again
+            for _ in range(2):
                 check(method, layer, given_of(4))
-            assert (tokens, measured) == ([4, 4], [])
-            for layer in (first, second, first):
-                check(method, layer, given_of(4))
-            assert measured == [(4, 2)] * 2
+            assert measured == [(4, 8)] * 2
+            assert tokens == [4] * 8  # of the measurement
             del tokens[:]
-            check(method, second, given_of(4))
-            assert tokens == []
             for count in (9, 9, 65, 0):
-                check(method, first, given_of(count))
-            assert measured[2:] == [(9, 2)] * 2
-            assert tokens[-4:] == [9, 9, 65, 0]
-            check(method, first, given_of(3))
-            check(method, first, given_of(3))
+                check(method, layer, given_of(count))
+            assert measured[2:] == [(9, 8)] * 2
+            assert tokens == [9] * 8 + [9, 9, 65, 0]
+            for _ in range(2):
+                check(method, layer, given_of(3))
             assert tokens[-2:] == [3, 3]
-            assert measured[4:] == [(3, 2)]
+            assert measured[4:] == [(3, 8)]
         assert len(log.having("llm_comm: experts of 4 tokens: 0.5 us, SGLang's 1.0")) == (dist_rank() == 0)
         assert len(log.having("experts of 3 tokens were not measured and are SGLang's: no memory")) == 1
+
+
+@scenario(LLM_COMM_FUSE_EXPERTS="auto", LLM_COMM_TUNE_AT_START="1")
+def experts_of_other_ranks_are_drawn_too() -> None:
+    """With expert parallelism SGLang gives them the number -1; a rank may have fewer than a token chooses."""
+    with served(), timed() as measured:
+        method, layer = experts()
+        method.moe_runner_config = runners.MoeRunnerConfig(EXPERTS, 1, HIDDEN, INNER, layer_id=3, top_k=TOP_K)
+        layer.w13_weight.data, layer.w2_weight.data = layer.w13_weight.data[:1], layer.w2_weight.data[:1]
+        given = given_of(4)
+        given.topk_output.topk_ids[given.topk_output.topk_ids > 0] = -1
+        check(method, layer, given)
+        assert measured == [(4, 8)] * 2
 
 
 @scenario(LLM_COMM_FUSE_EXPERTS="auto", LLM_COMM_TUNE_AT_START="0")

@@ -355,7 +355,8 @@ def the_router_of_experts_is_computed_by_llm_comm() -> None:
             close(other(x)[0], product(other, x))
         assert calls == [1, 17, 64]
     meet_elsewhere("second")
-    with model_of("llama"), served() as (_, calls):
+    of_one_rank = model_of("qwen3_moe", "other", num_experts=experts) if dist_rank() == 0 else model_of("llama")
+    with of_one_rank, served() as (_, calls):
         router, x = replicated(experts), numbers((4, INPUTS))
         close(router(x)[0], product(router, x))
         assert calls == []
@@ -561,10 +562,10 @@ def measured(kind: str, name: str = "gate_up_proj", **others: int) -> Iterator[l
 
 
 @contextmanager
-def model_of(kind: str, **others: int) -> Iterator[None]:
+def model_of(kind: str, name: str = "", **others: int) -> Iterator[None]:
     """A server's model of ``kind``, with ``others`` in its config.json."""
     entries = {"num_attention_heads": 8, "hidden_size": INPUTS, "intermediate_size": 1024, "num_hidden_layers": 1}
-    place = shared_directory() / f"{kind}{dist_rank()}"
+    place = shared_directory() / f"{kind}{name}{dist_rank()}"
     place.mkdir()
     (place / "config.json").write_text(json.dumps({**entries, "rms_norm_eps": 1e-5, "model_type": kind, **others}))
     options = SimpleNamespace(model_path=str(place), quantization=None, enable_dp_attention=False)

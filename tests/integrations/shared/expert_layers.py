@@ -48,13 +48,13 @@ def expected(
 @contextmanager
 def timed() -> Iterator[list[tuple[int, int]]]:
     """Has batches of at most 8 tokens be faster by llm_comm, and batches of 3 fail. Yields the numbers of tokens and
-    layers of each chain that is timed; the engine's comes first."""
+    calls of each chain that is timed; the engine's comes first."""
     found: list[tuple[int, int]] = []
 
     def time_chain(call: Any, links: Any, *_: Any) -> float:
         for link in links:
             call(link)
-        tokens = len(links[0][1].x)
+        tokens = len(links[0].x)
         found.append((tokens, len(links)))
         if tokens == 3:
             raise RuntimeError("no memory")

@@ -18,6 +18,7 @@ from rank_processes import Log, dist_rank, scenario
 from scenarios import parallel_state, vllm_groups
 from vllm.config import VllmConfig
 from vllm.model_executor.layers.fused_moe.activation import MoEActivation
+from vllm.model_executor.layers.fused_moe.experts.triton_moe import TritonExperts
 from vllm.model_executor.layers.fused_moe.oracle.unquantized import UnquantizedMoeBackend
 from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import UnquantizedFusedMoEMethod
 
@@ -63,6 +64,7 @@ def what_llm_comm_does_not_compute_is_left_to_vllm() -> None:
         tokens = method.moe_kernel.tokens
         changes: list[tuple[Any, str, Any]] = [
             (method, "unquantized_backend", UnquantizedMoeBackend.FLASHINFER_CUTLASS),
+            (method, "experts_cls", object),
             (layer, "activation", MoEActivation.GELU),
             (layer, "expert_map", torch.zeros(EXPERTS, dtype=torch.int32)),
             (layer, "apply_router_weight_on_input", True),
@@ -80,6 +82,13 @@ def what_llm_comm_does_not_compute_is_left_to_vllm() -> None:
         method.apply(layer, x, factors, ids, SimpleNamespace(), x)
         method.apply(layer, x, factors, ids.long(), None, None)
         assert [tokens.pop(), tokens.pop()] == [4, 4]
+        other = type("Other", (UnquantizedFusedMoEMethod,), {})
+        with mock.patch.object(method, "__class__", other):
+            check(method, layer, 4)
+        assert tokens.pop() == 4
+        with mock.patch.object(method.moe_kernel, "fused_experts", SimpleNamespace(post_gemm2_hook=print), create=True):
+            check(method, layer, 4)
+        assert tokens.pop() == 4
         check(method, layer, 4)
         assert not tokens
 
@@ -88,13 +97,14 @@ def what_llm_comm_does_not_compute_is_left_to_vllm() -> None:
 def with_auto_batches_that_are_faster_are_computed_by_llm_comm() -> None:
     with served() as log, timed() as measured:
         assert len(log.having("; experts of up to 64 tokens by llm_comm, where it is faster")) == (dist_rank() == 0)
-        (method, first), second = experts(), experts()[1]
-        for layer in (first, second, first, second):
+        method, layer = experts()
+        tokens = method.moe_kernel.tokens
+        for _ in range(2):
             check(method, layer, 4)
-        assert measured == [(4, 2)] * 2
-        assert method.moe_kernel.tokens == [4, 4, 4, 4]  # of the first two, and of the measurement
-        check(method, first, 9)
-        assert method.moe_kernel.tokens[4:] == [9, 9, 9]
+        assert measured == [(4, 8)] * 2
+        assert tokens == [4] * 8  # of the measurement
+        check(method, layer, 9)
+        assert tokens[8:] == [9] * 9
         assert len(log.having("llm_comm: experts of 4 tokens: 0.5 us, vLLM's 1.0")) == (dist_rank() == 0)
 
 
@@ -154,7 +164,8 @@ def experts(dtype: torch.dtype = torch.bfloat16) -> tuple[Any, Any]:
     """The method and the layer of experts, with numbers of this rank."""
     method = object.__new__(UnquantizedFusedMoEMethod)
     torch.nn.Module.__init__(method)
-    method.unquantized_backend, method.moe_kernel = UnquantizedMoeBackend.TRITON, Kernel()
+    method.unquantized_backend, method.experts_cls = UnquantizedMoeBackend.TRITON, TritonExperts
+    method.moe_kernel = Kernel()
     method.moe = SimpleNamespace(moe_parallel_config=SimpleNamespace(dp_size=1, ep_size=1, pcp_size=1, sp_size=1))
     method._forward_method = method.forward_native
     layer = layer_of(dtype)
