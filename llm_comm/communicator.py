@@ -60,7 +60,7 @@ class Communicator(AllReduceOps, GatherScatter, LinearLayers, ExpertLayers):
     transform of torch.func, calls run through the registered torch operators.
 
     Args:
-        group: Process group over gloo or NCCL, one device for each rank: 1 to 8 processes of this machine, or as many
+        group: Process group over gloo or NCCL, one device for each rank: 1 to 16 processes of this machine, or as many
             on each of several machines. docs/operate/nodes.md lists what is available on one machine only.
         device: CUDA device of this rank, or ``"cpu"`` for an emulated GPU on CPU tensors. None takes the current CUDA
             device; without a GPU or CUDA kernels in the build, an emulated one.

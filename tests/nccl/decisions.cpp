@@ -60,8 +60,8 @@ bool begins(const std::string& text, const std::string& with) { return text.rfin
 void agreements() {
   const auto nothing = [](Entry&) {};
   EXPECT(why(2, nothing).empty());
-  EXPECT(why(8, nothing).empty());
-  EXPECT(begins(why(9, nothing), "9 ranks"));
+  EXPECT(why(16, nothing).empty());
+  EXPECT(begins(why(17, nothing), "17 ranks"));
   EXPECT(begins(why(1, nothing), "one rank"));
   EXPECT(begins(why(3, [](Entry& of) { of.host = "other"; }), "rank 2: it is on another host"));
   EXPECT(begins(why(3, [](Entry& of) { of.device = "another"; }), "rank 2: its device is another"));
@@ -73,7 +73,7 @@ void agreements() {
   EXPECT(begins(why(3, [](Entry& of) { of.has_real_library = false; }), "failure: some ranks"));
   EXPECT(begins(why(3, [](Entry& of) { of.objection = "no"; }), "failure: rank 2: no"));
   // Nobody is left to do it.
-  EXPECT(begins(why(9, nothing, false), "failure: llm_comm does not serve"));
+  EXPECT(begins(why(17, nothing, false), "failure: llm_comm does not serve"));
   EXPECT(why(2, nothing, false).empty());
   std::vector<Entry> entries = alike(2);
   entries[1].sm_count = 100;
