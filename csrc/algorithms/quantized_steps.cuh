@@ -258,23 +258,13 @@ class QuantizedSteps {
   template <class Load>
   LLM_COMM_DEVICE Values<kPerLine> sum_in_batches(Line own, Load load) const {
     Values<kPerLine> sum{};
-    const uint32_t others = ranks_.count() - 1;
-    LLM_COMM_UNROLL(1)
-    for (uint32_t first = 0; first < others; first += kRanksOfBatch) {
-      Quantized batch[kRanksOfBatch] = {};
-      LLM_COMM_UNROLL(8)
-      for (uint32_t j = 0; j < kRanksOfBatch; ++j) {
-        if (first + j < others) batch[j] = load(first + j);
-      }
-      LLM_COMM_UNROLL(8)
-      for (uint32_t j = 0; j < kRanksOfBatch; ++j) {
-        const uint32_t i = first + j;
-        if (i == rank_) add(sum, i == 0, LineElements<D>::values(own));
-        if (i < others) add(sum, i == 0 && rank_ != 0, dequantize<W>(batch[j]));
-      }
-    }
-    // A last rank that no batch has reached.
-    if (rank_ == others && others % kRanksOfBatch == 0) add(sum, false, LineElements<D>::values(own));
+    uint32_t i = 0;
+    add_in_batches<Quantized>(ranks_.count() - 1, load, [&](bool is_first, const Quantized& of_other) {
+      if (i == rank_) add(sum, is_first, LineElements<D>::values(own));
+      add(sum, is_first && rank_ != 0, dequantize<W>(of_other));
+      ++i;
+    });
+    if (i == rank_) add(sum, false, LineElements<D>::values(own));  // the last rank
     return sum;
   }
 

@@ -266,6 +266,12 @@ class ExpertsFetch {
   uint32_t x_offset_;
 };
 
+// Arrives once for the warp, when all of its lanes have come here.
+LLM_COMM_DEVICE void arrive_as_warp(SharedAddress barrier) {
+  warp_sync();
+  if (thread_index() % kWarpThreads == 0) barrier_arrive(barrier);
+}
+
 // Multiplies the team's tiles of each unit of the block, and calls take(sums, unit) with the sums of each. Called by
 // all threads of the team.
 template <OperandType F, bool Gated, uint32_t Rows, class Take>
@@ -277,10 +283,6 @@ LLM_COMM_DEVICE void multiply_for_experts(const ExpertsArgs& args, const Experts
   constexpr uint32_t kRowsBytes = Rows * kBoxRowBytes;
   const Box weights = box_at(memory.stage_at(0));
   const Box tokens = box_at(memory.stage_at(args.stage_boxes * weight_bytes));
-  const auto release = [&](uint32_t stage) {
-    warp_sync();  // all lanes of the warp have read the stage
-    if (thread_index() % kWarpThreads == 0) barrier_arrive(memory.empty(stage));
-  };
   LLM_COMM_UNROLL(1)
   for (ExpertCursor at(units); at.group < units.groups;) {
     const ExpertCursor unit = at;
@@ -299,13 +301,13 @@ LLM_COMM_DEVICE void multiply_for_experts(const ExpertsArgs& args, const Experts
       multiply_end();
       if (at.first > 0) {
         multiply_wait<1>(sums);
-        release(stage_before);
+        arrive_as_warp(memory.empty(stage_before));
       }
       stage_before = at.stage;
       at.advance(args, units, all);
     } while (at.first > 0);
     multiply_wait<0>(sums);
-    release(stage_before);
+    arrive_as_warp(memory.empty(stage_before));
     take(sums, unit);
   }
 }
@@ -360,10 +362,6 @@ experts_layer(LLM_COMM_KERNEL_PARAM ExpertsArgs args) {
     fetch.run();
   } else if constexpr (Gated) {
     uint32_t done = 0;  // units
-    const auto arrive = [&](SharedAddress barrier) {
-      warp_sync();
-      if (thread_index() % kWarpThreads == 0) barrier_arrive(barrier);
-    };
     multiply_for_experts<F, Gated, Rows>(args, memory, units, team, [&](auto& sums, const ExpertCursor& unit) {
       const uint32_t thread = thread_index() % kTeamThreads;
       if (done > 0) barrier_wait(memory.sums_empty(), (done - 1) % 2);
@@ -374,7 +372,7 @@ experts_layer(LLM_COMM_KERNEL_PARAM ExpertsArgs args) {
           sums_of_teams[(team * Rows + token_of(thread, i)) * stride + output] = sums[i];
         }
       }
-      arrive(memory.sums_full());
+      arrive_as_warp(memory.sums_full());
       barrier_wait(memory.sums_full(), done % 2);
       const ExpertGroup group = memory.groups()[unit.group];
       LLM_COMM_UNROLL(1)
@@ -386,7 +384,7 @@ experts_layer(LLM_COMM_KERNEL_PARAM ExpertsArgs args) {
                    line_of_sums<D, Gated>(args, sums_of_teams + i / lines * stride + output, Rows * stride, outputs,
                                           memory.factor_of_row()[row]));
       }
-      arrive(memory.sums_empty());
+      arrive_as_warp(memory.sums_empty());
       ++done;
     });
   } else {

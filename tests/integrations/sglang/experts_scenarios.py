@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 from unittest import mock
 
 import torch
-from expert_layers import EXPERTS, HIDDEN, INNER, TOP_K, batch_of, expected, layer_of, timed
+from expert_layers import EXPERTS, HIDDEN, INNER, TOP_K, batch_of, check_start, expected, layer_of, timed
 from fusion_scenarios import Norm, empty_package, excerpt, names_in, no, server, source_of
 from linear_scenarios import meet_elsewhere
 from lost_seams import lose
@@ -277,9 +277,7 @@ def check(method: Any, layer: Any, given: Any) -> None:
 
 def check_untouched(log: Log, said: str) -> None:
     """That experts are SGLang's, and the line at start says so."""
-    lines = log.having("is active for group")
-    assert len([line for line in lines if "experts" in line]) == (bool(said) and dist_rank() == 0), lines
-    assert not said or len(log.having(said)) == (dist_rank() == 0), lines
+    check_start(log, said)
     method, layer = experts()
     check(method, layer, given_of(4))
     assert method.runner.tokens == [4]

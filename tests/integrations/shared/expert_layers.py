@@ -9,7 +9,7 @@ from unittest import mock
 
 import torch
 import torch.nn.functional as F
-from rank_processes import dist_rank
+from rank_processes import Log, dist_rank
 from torch import nn
 
 EXPERTS, TOP_K, HIDDEN, INNER = 6, 2, 128, 64
@@ -62,3 +62,10 @@ def timed() -> Iterator[list[tuple[int, int]]]:
 
     with mock.patch("llm_comm.integrations.experts.time_chain", time_chain):
         yield found
+
+
+def check_start(log: Log, said: str) -> None:
+    """That the line at start of rank 0 says ``said`` about experts, or nothing with ""."""
+    lines = log.having("is active for group")
+    assert len([line for line in lines if "experts" in line]) == (bool(said) and dist_rank() == 0), lines
+    assert not said or len(log.having(said)) == (dist_rank() == 0), lines

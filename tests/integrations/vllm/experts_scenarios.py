@@ -12,7 +12,7 @@ from typing import Any
 from unittest import mock
 
 import torch
-from expert_layers import EXPERTS, HIDDEN, batch_of, expected, layer_of, timed
+from expert_layers import EXPERTS, HIDDEN, batch_of, check_start, expected, layer_of, timed
 from lost_seams import lose
 from rank_processes import Log, dist_rank, scenario
 from scenarios import parallel_state, vllm_groups
@@ -183,9 +183,7 @@ def check(method: Any, layer: Any, tokens: int, dtype: torch.dtype = torch.bfloa
 
 def check_untouched(log: Log, said: str) -> None:
     """That experts are vLLM's, and the line at start says so."""
-    lines = log.having("is active for group")
-    assert len([line for line in lines if "experts" in line]) == (bool(said) and dist_rank() == 0), lines
-    assert not said or len(log.having(said)) == (dist_rank() == 0), lines
+    check_start(log, said)
     method, layer = experts()
     check(method, layer, 4)
     assert method.moe_kernel.tokens == [4]
