@@ -38,7 +38,7 @@ SAFE = re.compile(
     |(NotJoinedError|Agreed|Channels|Compared|Compiled|Connected|CoreHandle|LlmCommAllReduce|Multicast|Planner|planner_of|Rendezvous
       |Site|SymmetricHeap|ThreadPoolExecutor|Watchdog|Workspace)
     # Rows of what ranks have said, and objects that only keep what they are given.
-    |partial|LayerKey|LayerRow|Row|rows_of|_Tuning|_CollectiveTuner|_?budget_s|options_of|log\.warning
+    |partial|Layer|LayerKey|LayerRow|Row|rows_of|_Tuning|_CollectiveTuner|_?budget_s|options_of|log\.warning
     # Catches what fails.
     |tuner\.why_not_measured|why_too_slow
     # Words for ranks, and a copy of a table.

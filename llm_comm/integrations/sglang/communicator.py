@@ -268,12 +268,24 @@ def _set_up_linears(group: Any, communicator: Communicator, model: Model | None)
     if why_not is None:
         from llm_comm.integrations.sglang import linear
 
-        router = None if model is None else router_of(model)
-        shape = [0, 0] if router is None else [router.outputs, router.inputs]
-        # Each rank reads config.json. A router that some ranks computed otherwise might choose other experts there.
-        of_ranks = Rendezvous(group.cpu_group, joining.ENGINE_TIMEOUT_S).gather("router of the model", shape)
-        linear.activate(router if all(of_rank == shape for of_rank in of_ranks) else None)
+        linear.activate(_router_of_all(group, model))
     return about_linear(communicator, "SGLang", why_not, communicator.max_preferred_tokens) + found
+
+
+def _router_of_all(group: Any, model: Model | None) -> Layer | None:
+    """Return the model's router; None if it has none, or if another rank reads another one in its config.json: the two
+    might choose different experts. Collective.
+
+    Raises:
+        RendezvousError: A rank failed. Raised on all ranks.
+    """
+
+    def find_router() -> Layer | None:
+        return None if model is None else router_of(model)
+
+    routers = Rendezvous(group.cpu_group, joining.ENGINE_TIMEOUT_S).collect("router of the model", find_router)
+    router = routers[0]
+    return Layer(*router) if router is not None and all(other == router for other in routers) else None
 
 
 def _model() -> Model | None:
