@@ -135,14 +135,14 @@ class ShardView {
     Line loaded{};
     for (uint32_t i = 0; i < elements.count; ++i) {
       const uint32_t value = *elements[i];
-      loaded.word[i * sizeof(Storage) / 4] |= value << (i * sizeof(Storage) % 4 * 8);
+      or_into_word(loaded, i * sizeof(Storage) / 4, value << (i * sizeof(Storage) % 4 * 8));
     }
     return loaded;
   }
 
   static LLM_COMM_DEVICE_CALL void store_elements(Elements elements, Line value) {
     for (uint32_t i = 0; i < elements.count; ++i) {
-      *elements[i] = static_cast<Storage>(value.word[i * sizeof(Storage) / 4] >> (i * sizeof(Storage) % 4 * 8));
+      *elements[i] = static_cast<Storage>(word_at(value, i * sizeof(Storage) / 4) >> (i * sizeof(Storage) % 4 * 8));
     }
   }
 

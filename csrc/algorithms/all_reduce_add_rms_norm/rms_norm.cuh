@@ -313,8 +313,9 @@ class RmsNorm {
     }
   }
 
-  // Combines all partial values of a row: each lane combines two groups of four, then the lanes form a tree. It reads
-  // as many entries as the longest row has; unused entries are zero.
+  // Combines all partial values of a row: each lane combines two groups of four, then the lanes form a tree. Lanes of a
+  // warp of 64 have a group each, and the same tree. It reads as many entries as the longest row has; unused entries are
+  // zero.
   template <class Combine>
   LLM_COMM_DEVICE float combine_partials(uint32_t set, Combine combine) const {
     delivery_wait(deliveries_ + set, rows_ / 2 % 2);
@@ -324,13 +325,19 @@ class RmsNorm {
       return combine(combine(bits_to_float(partial.word[0]), bits_to_float(partial.word[1])),
                      combine(bits_to_float(partial.word[2]), bits_to_float(partial.word[3])));
     };
-    static_assert(kMaxChunks == 2 * 4 * kWarpThreads);
+    constexpr uint32_t kGroups = kMaxChunks / 4 / kWarpThreads;  // of a lane
+    static_assert(kGroups * 4 * kWarpThreads == kMaxChunks && (kGroups == 1 || kGroups == 2));
     const Line* const lines =
         reinterpret_cast<const Line*>(partials_ + set * kMaxChunks) + thread_index() % kWarpThreads;
-    const Line low = lines[0];
-    const Line high = lines[kWarpThreads];
-    float result = combine(four(low), four(high));
-    LLM_COMM_UNROLL(5)
+    float result;
+    if constexpr (kGroups == 1) {
+      result = four(lines[0]);
+    } else {
+      const Line low = lines[0];
+      const Line high = lines[kWarpThreads];
+      result = combine(four(low), four(high));
+    }
+    LLM_COMM_UNROLL(6)
     for (uint32_t mask = kWarpThreads / 2; mask > 0; mask /= 2) result = combine(result, shuffle_xor(result, mask));
     return result;
   }

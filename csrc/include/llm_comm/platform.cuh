@@ -55,6 +55,7 @@
 //                 and floats_to_fp16(low, high) round two values into the halves of a word.
 //                 convert_to_e4m3(low, high, bits), convert_from_e4m3(bits, low, high): two values as fp8.cuh defines
 //                 them, in hardware; false where the target has no such instruction.
+// Words           word_at(line, i), or_into_word(line, i, bits): for an i that is known at run time only.
 // Addresses       opaque(p): returns p and hides from the compiler how p was computed.
 // Arithmetic      count_bits(x): how many bits are set. multiply_add(a, b, c): a * b + c, rounded once. reciprocal_sqrt. larger(a, b): NaN only if both are.
 //                 exponential(x): e^x, with an error of up to two units in the last place.
@@ -63,6 +64,8 @@
 #if defined(LLM_COMM_EMULATOR)
 #include "llm_comm/platform_emulator.h"
 #include "llm_comm/platform_emulator_multicast.h"
+#elif defined(__HIP__)
+#include "llm_comm/platform_hip.cuh"
 #else
 #include "llm_comm/platform_cuda.cuh"
 #include "llm_comm/platform_cuda_multicast.cuh"

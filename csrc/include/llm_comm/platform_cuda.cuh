@@ -254,6 +254,9 @@ LLM_COMM_DEVICE void store_plain(T* address, T value) {
   *address = value;
 }
 
+LLM_COMM_DEVICE uint32_t word_at(const Line& line, uint32_t i) { return line.word[i]; }
+LLM_COMM_DEVICE void or_into_word(Line& line, uint32_t i, uint32_t bits) { line.word[i] |= bits; }
+
 LLM_COMM_DEVICE Line load_line_relaxed(const void* address) {
   Line v;
   asm volatile("ld.relaxed.sys.global.v4.u32 {%0,%1,%2,%3}, [%4];"

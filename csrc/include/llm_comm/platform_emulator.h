@@ -132,6 +132,9 @@ LLM_COMM_DEVICE void delivery_wait(uint64_t* delivery, uint32_t parity) {
   while ((*delivery >> 32 & 1) == parity) emulator::yield();
 }
 
+LLM_COMM_DEVICE uint32_t word_at(const Line& line, uint32_t i) { return line.word[i]; }
+LLM_COMM_DEVICE void or_into_word(Line& line, uint32_t i, uint32_t bits) { line.word[i] |= bits; }
+
 #if defined(LLM_COMM_DETERMINISTIC)
 
 namespace emulator {

@@ -6,6 +6,8 @@
 #define LLM_COMM_TARGET deterministic  // the emulator's second driver; LLM_COMM_EMULATOR is defined too
 #elif defined(LLM_COMM_EMULATOR)
 #define LLM_COMM_TARGET emulated
+#elif defined(__HIP__)
+#define LLM_COMM_TARGET hip
 #else
 #define LLM_COMM_TARGET cuda
 #endif
@@ -13,6 +15,8 @@
 // Prefix of a function that host and kernels share.
 #if defined(__CUDACC__)
 #define LLM_COMM_HOST_DEVICE __host__ __device__
+#elif defined(__HIP__)
+#define LLM_COMM_HOST_DEVICE __attribute__((host, device))
 #else
 #define LLM_COMM_HOST_DEVICE
 #endif
@@ -44,7 +48,14 @@ using std::uint8_t;
 
 namespace llm_comm::inline LLM_COMM_TARGET {
 
+// Threads of a warp. AMD calls it a wave, and has 64. An emulator may be built with either.
+#if defined(LLM_COMM_WARP_THREADS)
+inline constexpr uint32_t kWarpThreads = LLM_COMM_WARP_THREADS;
+#elif defined(__HIP__)
+inline constexpr uint32_t kWarpThreads = 64;
+#else
 inline constexpr uint32_t kWarpThreads = 32;
+#endif
 
 // Unit of traffic: the widest access of a GPU thread.
 struct alignas(16) Line {
