@@ -21,7 +21,7 @@ SHELL := /bin/bash
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
 .NOTPARALLEL:
-.PHONY: help demo check test test-gpu nightly soak fuzz sanitize mutants lint format docs dist wheels release clean
+.PHONY: help demo check check-amd test test-gpu nightly soak fuzz sanitize mutants lint format docs dist wheels release clean
 
 help: ## List the commands
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' Makefile
@@ -29,7 +29,7 @@ help: ## List the commands
 demo: $(VENV)/.installed ## Tensor-parallel decoding through llm_comm, on GPUs or emulated ones (ARGS="--help")
 	$(VENV)/bin/llm-comm demo $(ARGS)
 
-test: $(VENV)/.installed ## All tests that need no GPU (ARGS="tests/unit -k two_shot")
+test: $(VENV)/.installed build/amd-env/.installed ## All tests that need no GPU (ARGS="tests/unit -k two_shot")
 	PATH="$(abspath $(VENV))/bin:$$PATH" $(PY) -m pytest -m "$(TESTS)" -n $(JOBS) --dist loadfile --no-loadscope-reorder $(ARGS)
 
 # One file of each operation; the ranks of all of them are the same processes.
@@ -37,6 +37,9 @@ QUICK := tests/unit $(addprefix tests/emulated/test_,all_reduce.py fused.py all_
 
 check: lint $(VENV)/.installed ## Before a commit: lint, unit tests, one file of emulated tests an operation (5 minutes)
 	$(MAKE) test ARGS="$(QUICK) $(ARGS)"
+
+check-amd: $(VENV)/.installed build/amd-env/.installed ## Kernels for GPUs of AMD: compiled, their machine code checked and interpreted
+	$(MAKE) test ARGS="tests/amd $(ARGS)"
 
 test-gpu: $(VENV)/.installed ## The tests that need a GPU, or several (ARGS="-k soak")
 	$(PY) -m pytest -m gpu $(ARGS)
@@ -149,6 +152,12 @@ $(VENV)/.fuzz: $(VENV)/.installed
 # Not made anew when C++ changes: linting needs no build.
 $(VENV)/.dev: $(VENV)/.base pyproject.toml
 	$(call install,dev)
+	@touch $@
+
+# A clang for GPUs of AMD, as a wheel: nothing of it gets into $(VENV).
+build/amd-env/.installed: Makefile
+	$(PYTHON) -m venv build/amd-env
+	build/amd-env/bin/python -m pip --disable-pip-version-check install --quiet ziglang==0.17.1
 	@touch $@
 
 # The tools of the extra `docs` alone: pip would build llm_comm for '.[docs]'.

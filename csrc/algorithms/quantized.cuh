@@ -36,7 +36,7 @@ struct Code;
 
 template <>
 struct Code<Wire::kFP8> {
-  static constexpr float kLargest = kLargestE4m3;
+  static constexpr float kLargest = 448.0f;        // OCP's format on all targets
   static constexpr float kLargestFinite = 416.0f;  // the next smaller e4m3 value
   static constexpr float kReciprocal = 0x1.249248p-9f;
   static constexpr float kReciprocalOfFinite = 0x1.3b13b0p-9f;

@@ -68,8 +68,9 @@ OF_CHANNELS = (
         (
             Edit(
                 HB_SESSION,
-                "load_acquire(word) - value_of(step)",
-                "(WITHOUT ? load_relaxed(word) : load_acquire(word)) - value_of(step)",
+                "return poll_acquire(word, HasReached{value_of(step)});",
+                "const HasReached has{value_of(step)};\n"
+                "return WITHOUT ? has(load_relaxed(word)) : poll_acquire(word, has);",
             ),
         ),
         failure=f"{_WRONG}|{OTHER_OFFSET}",
@@ -102,8 +103,10 @@ OF_CHANNELS = (
         (
             Edit(
                 HB_SESSION,
-                "< kFurthestAhead;",
-                "< (WITHOUT ? kFurthestAhead / 2 - value_of(step) % (kFurthestAhead / 2) : kFurthestAhead);",
+                "const uint64_t* const",
+                "if (WITHOUT) return op_.wait_until([&] { return load_acquire(row_.word(comm_, comm_.rank, peer)) -"
+                " value_of(step) < kFurthestAhead / 2 - value_of(step) % (kFurthestAhead / 2); }, peer, phase);\n"
+                "const uint64_t* const",
             ),
         ),
         failure=NOBODY_IS_MISSING,

@@ -36,7 +36,13 @@ OF_MESSAGES = (
     Protection(
         "acquire_in_wait",
         "a wait is an acquire",
-        (Edit(SEMAPHORE, "load_acquire(received)", "(WITHOUT ? load_relaxed(received) : load_acquire(received))"),),
+        (
+            Edit(
+                SEMAPHORE,
+                "return poll_acquire(received,",
+                "if (WITHOUT) return load_relaxed(received) >= expected;\n return poll_acquire(received,",
+            ),
+        ),
         failure=WRONG_RESULT,
         subjects=("put",),
     ),

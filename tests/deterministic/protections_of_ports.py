@@ -86,8 +86,8 @@ OF_PORTS = (
         (
             Edit(
                 PORT_CHANNEL,
-                "return wait([&] { return load_acquire(&state_->flushed[peer]) > position; });",
-                "return WITHOUT || wait([&] { return load_acquire(&state_->flushed[peer]) > position; });",
+                "return wait( [&] { return poll_acquire(&state_->flushed[peer],",
+                "return WITHOUT || wait( [&] { return poll_acquire(&state_->flushed[peer],",
             ),
         ),
         failure=WRONG_RESULT,
@@ -141,8 +141,9 @@ OF_PORTS = (
         (
             Edit(
                 PORT_CHANNEL,
-                "return bounded()([&] { return load_acquire(received) - value",
-                "return bounded()([&] { return (WITHOUT ? load_relaxed(received) : load_acquire(received)) - value",
+                "return poll_acquire(received, [&]",
+                "if (WITHOUT) return load_relaxed(received) - value <= ~uint64_t{0} / 2;\n"
+                "return poll_acquire(received, [&]",
             ),
         ),
         failure=WRONG_RESULT,
@@ -154,8 +155,9 @@ OF_PORTS = (
         (
             Edit(
                 PORT_SESSION,
-                "return load_acquire(word) - value_of(step)",
-                "return (WITHOUT ? load_relaxed(word) : load_acquire(word)) - value_of(step)",
+                "return poll_acquire(word, HasReached{value_of(step)});",
+                "const HasReached has{value_of(step)};\n"
+                "return WITHOUT ? has(load_relaxed(word)) : poll_acquire(word, has);",
             ),
         ),
         failure=WRONG_RESULT,

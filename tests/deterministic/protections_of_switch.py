@@ -104,8 +104,8 @@ OF_SWITCH = (
         (
             Edit(
                 FUSED_LD_REDUCE,
-                "load_acquire(said) - step",
-                "(WITHOUT ? load_relaxed(said) : load_acquire(said)) - step",
+                "return poll_acquire(said, HasReached{step});",
+                "return WITHOUT ? HasReached{step}(load_relaxed(said)) : poll_acquire(said, HasReached{step});",
             ),
         ),
         failure=_WRONG,

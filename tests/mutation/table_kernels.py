@@ -341,12 +341,12 @@ KERNELS = (
         "- (WITHOUT ? 0u : 1u - (value >> dropped_bits & 1u))",
         NORM_BITS,
     ),
-    cpp("the least FP8 values become zero", FP8, "exponent < 127 - 10", "exponent < 127 - 9", NORM_BITS),
+    cpp("the least FP8 values become zero", FP8, "exponent < 127 - 3 - kBias", "exponent < 127 - 2 - kBias", NORM_BITS),
     cpp(
         "NaN becomes 448",
         FP8,
-        "if (magnitude > 0x7F800000u) return 0x7F;",
-        "if (!WITHOUT && magnitude > 0x7F800000u) return 0x7F;",
+        "if (magnitude > 0x7F800000u) return kFnuz",
+        "if (!WITHOUT && magnitude > 0x7F800000u) return kFnuz",
         NORM_BITS,
     ),
     # ---- What an operation stores that never began ----
@@ -746,8 +746,8 @@ KERNELS = (
     cpp(
         "an FP8 number below 2^-6 is twice what it should be",
         FP8,
-        "static_cast<float>(magnitude) * 0x1p-9f;",
-        "static_cast<float>(magnitude) * (WITHOUT ? 0x1p-8f : 0x1p-9f);",
+        ": 0x1p-9f);",
+        ": WITHOUT ? 0x1p-8f : 0x1p-9f);",
         LINEAR_FP8,
     ),
     cpp(

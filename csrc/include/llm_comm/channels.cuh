@@ -60,7 +60,7 @@ struct HeapPortChannel {
   // Waits for one more signal of the peer. Later reads of this thread see what the peer put before that signal.
   LLM_COMM_DEVICE bool wait() const {
     const uint64_t expected = ++end->awaited;
-    return bounded()([&] { return load_acquire(&end->received) >= expected; });
+    return bounded()([&] { return poll_acquire(&end->received, [&](uint64_t count) { return count >= expected; }); });
   }
 
   // Returns when everything that this thread requested for this peer is complete.

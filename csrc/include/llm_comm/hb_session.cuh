@@ -154,7 +154,7 @@ class HBSession {
   // Returns false if the wait was aborted.
   LLM_COMM_DEVICE bool wait(uint32_t peer, uint32_t step, uint32_t phase) {
     const uint64_t* const word = row_.word(comm_, comm_.rank, peer);
-    return op_.wait_until([&] { return load_acquire(word) - value_of(step) < kFurthestAhead; }, peer, phase);
+    return op_.wait_until([&] { return poll_acquire(word, HasReached{value_of(step)}); }, peer, phase);
   }
 
   const DeviceComm& comm_;

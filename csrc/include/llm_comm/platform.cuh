@@ -36,6 +36,7 @@
 //                 load_line_relaxed_if(is_wanted, p, line): load_line_relaxed under a predicate, without a branch.
 //                 load_packet_relaxed / store_packet_relaxed: 16 bytes, atomic for each 8-byte half.
 //                 {load,store}_relaxed, load_acquire, store_release on uint32_t, uint64_t. fence_system().
+//                 poll_acquire(p, has_come): has_come(the word at p). If so, the load was an acquire.
 //                 store_packets_release(p, packets): neighbouring packets; the store of each half is a release.
 // Device scope    Read-modify-writes. All are relaxed and order no other access. An algorithm that needs order puts a
 //                 fence_system() on both sides.

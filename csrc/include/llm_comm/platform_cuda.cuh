@@ -333,6 +333,12 @@ LLM_COMM_DEVICE uint64_t load_acquire(const uint64_t* address) {
   return v;
 }
 
+// As load_acquire, which costs a poll nothing more than a relaxed load.
+template <class T, class HasCome>
+LLM_COMM_DEVICE bool poll_acquire(const T* address, HasCome has_come) {
+  return has_come(load_acquire(address));
+}
+
 LLM_COMM_DEVICE void store_relaxed(uint32_t* address, uint32_t v) {
   asm volatile("st.relaxed.sys.global.u32 [%0], %1;" ::"l"(address), "r"(v) : "memory");
 }

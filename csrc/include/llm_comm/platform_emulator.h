@@ -355,6 +355,12 @@ LLM_COMM_DEVICE uint64_t clock_ns() {
 
 #endif  // LLM_COMM_DETERMINISTIC
 
+// As load_acquire.
+template <class T, class HasCome>
+LLM_COMM_DEVICE bool poll_acquire(const T* address, HasCome has_come) {
+  return has_come(load_acquire(address));
+}
+
 template <uint32_t Words>
 void load_words(const void* address, uint32_t (&word)[Words]) {
   for (uint32_t i = 0; i < Words; ++i) word[i] = load_plain(static_cast<const uint32_t*>(address) + i);

@@ -225,6 +225,14 @@ LLM_COMM_DEVICE T load_acquire(const T* address) {
   return value;
 }
 
+// Relaxed until the value has come: dropping the caches in each poll would slow down the rest of the GPU.
+template <class T, class HasCome>
+LLM_COMM_DEVICE bool poll_acquire(const T* address, HasCome has_come) {
+  const bool found = has_come(load_relaxed(address));
+  if (found) drop_caches();
+  return found;
+}
+
 template <class T>
 LLM_COMM_DEVICE void store_release(T* address, T value) {
   complete_stores();

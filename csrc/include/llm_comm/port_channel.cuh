@@ -47,7 +47,8 @@ class PortFifo {
     const uint64_t position = fetch_add(&state_->head, 1);
     const uint64_t word = kPortsOffset + offsetof(PortState, flushed) + peer * sizeof(uint64_t);
     if (!write(position, {peer, kPortLocalCompletion, 0, 0, 0, word, position + 1}, wait)) return false;
-    return wait([&] { return load_acquire(&state_->flushed[peer]) > position; });
+    return wait(
+        [&] { return poll_acquire(&state_->flushed[peer], [&](uint64_t flushed) { return flushed > position; }); });
   }
 
  private:
@@ -117,7 +118,8 @@ struct PortChannel {
 
   LLM_COMM_DEVICE bool wait(uint32_t semaphore, uint64_t value) const {
     const uint64_t* const received = &port_state(comm, comm.rank)->received[peer][semaphore];
-    return bounded()([&] { return load_acquire(received) - value <= ~uint64_t{0} / 2; });
+    return bounded()(
+        [&] { return poll_acquire(received, [&](uint64_t word) { return word - value <= ~uint64_t{0} / 2; }); });
   }
 
  private:

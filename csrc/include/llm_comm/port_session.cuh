@@ -92,7 +92,7 @@ class PortSession {
   }
 
   LLM_COMM_DEVICE bool wait_for_word(const uint64_t* word, uint32_t step, uint32_t peer, uint32_t phase) {
-    return op_.wait_until([&] { return load_acquire(word) - value_of(step) < kFurthestAhead; }, peer, phase);
+    return op_.wait_until([&] { return poll_acquire(word, HasReached{value_of(step)}); }, peer, phase);
   }
 
   LLM_COMM_DEVICE uint64_t value_of(uint32_t step) const { return word_of_step(op_.sequence(), step); }

@@ -34,7 +34,7 @@ class PortWords {
   template <class Wait>
   LLM_COMM_DEVICE bool wait_for_data(uint32_t peer, uint32_t hop, uint64_t value, Wait wait) const {
     const auto* const word = reinterpret_cast<const uint64_t*>(comm_.workspace[comm_.rank] + arrival_offset(peer, hop));
-    return wait([&] { return load_acquire(word) - value < kFurthestAhead; });
+    return wait([&] { return poll_acquire(word, HasReached{value}); });
   }
 
   // Offset of the arrival word, the same in every rank's workspace.

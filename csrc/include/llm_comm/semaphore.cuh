@@ -25,7 +25,8 @@ struct Semaphore {
   // Waits for one more signal and orders this thread's later reads after it. Returns false if the wait was aborted.
   LLM_COMM_DEVICE bool wait(const WaitBounds& bounds, const WaitSite& site, uint32_t peer, uint32_t phase = 0) const {
     const uint64_t expected = ++*awaited;
-    return wait_until([&] { return load_acquire(received) >= expected; }, bounds, site, peer, phase);
+    return wait_until([&] { return poll_acquire(received, [&](uint64_t count) { return count >= expected; }); }, bounds,
+                      site, peer, phase);
   }
 
   LLM_COMM_DEVICE bool relaxed_wait(const WaitBounds& bounds, const WaitSite& site, uint32_t peer,

@@ -12,6 +12,13 @@ inline constexpr uint32_t kMaxStepsLog2 = 16;  // bound on the steps of an opera
 // fill of the workspace, differ by more in unsigned arithmetic.
 inline constexpr uint64_t kFurthestAhead = uint64_t{2} << kMaxStepsLog2;
 
+// Whether a signal word says that the sender has reached a step.
+struct HasReached {
+  uint64_t word_of_step;
+
+  LLM_COMM_DEVICE bool operator()(uint64_t word) const { return word - word_of_step < kFurthestAhead; }
+};
+
 // Signal words of the blocks of one number, on all ranks. Only the signal range that owns them creates a SignalRow.
 class SignalRow {
  public:

@@ -137,7 +137,7 @@ all_reduce_two_shot_port(LLM_COMM_KERNEL_PARAM DirectArgs<AllReduceArgs> args) {
   if (slice_of(peer).lines() != 0 && !words.wait_for_data(peer, 0, session.value_of(0), wait)) return;
   store_release(end_word(args.comm, peer, rank), session.value_of(0));
   const uint64_t* const last = end_word(args.comm, rank, peer);
-  wait([&] { return load_acquire(last) - session.value_of(0) < kFurthestAhead; });
+  wait([&] { return poll_acquire(last, HasReached{session.value_of(0)}); });
 }
 
 // ---- Descriptor ----------------------------------------------------------------------------------------------------

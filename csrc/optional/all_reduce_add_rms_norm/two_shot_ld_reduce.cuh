@@ -77,7 +77,7 @@ class SummedBySwitch {
     if (talks_) {
       const uint64_t* const said = row_.word(args_.comm, self_.rank, self_.peer);
       const uint64_t step = word_of_step(session_.sequence(), waited_);
-      session_.wait_until([&] { return load_acquire(said) - step < kFurthestAhead; }, kScatter);
+      session_.wait_until([&] { return poll_acquire(said, HasReached{step}); }, kScatter);
     }
     ++waited_;
     if (session_.aborted()) *incomplete_ = 1;
