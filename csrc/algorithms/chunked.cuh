@@ -69,6 +69,8 @@ class Chunks {
 
   // Number of chunks, the same for all blocks of a grid. The last chunk of some blocks may be empty.
   LLM_COMM_DEVICE uint32_t count() const { return count_; }
+  // Lines of a chunk that the shard does not cut.
+  LLM_COMM_DEVICE uint32_t chunk_lines() const { return chunk_lines_; }
   // First line of chunk t in a shard.
   LLM_COMM_DEVICE uint32_t first(uint32_t t) const { return first_ + t * stride_; }
   // Lines of chunk t of a shard with `shard_lines` lines.

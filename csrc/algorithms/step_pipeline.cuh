@@ -33,6 +33,8 @@ inline constexpr uint32_t kSecondHop = 1;
 template <int World, bool HasOwn>
 class ChunkBuffersOf {
  public:
+  static constexpr bool kGoThroughSwitch = false;
+
   LLM_COMM_DEVICE ChunkBuffersOf(const DeviceComm& comm, uint32_t block, uint32_t chunk_lines, uint32_t depth)
       : comm_(comm), ranks_(comm.world_size), block_(block), chunk_lines_(chunk_lines), stages_(2 * depth) {}
 
@@ -198,13 +200,11 @@ class StepPipeline {
   // Sends chunk t of the shards of other owners. shard_of(owner): view of this rank's contribution to a shard.
   template <class ShardOf>
   LLM_COMM_DEVICE void stage(const Team& team, uint32_t t, ShardOf shard_of) const {
-    buffers_.for_each_staged(t, [&](uint32_t owner, Line* staged) {
-      const auto& shard = shard_of(owner);
-      const uint32_t first = chunks_.first(t);
-      move_lines(
-          team, chunks_.lines(t, shard.lines()), [&](uint32_t k) { return shard.load(first + k); },
-          [&](uint32_t k, Line line) { store_line(staged + k, line); });
-    });
+    if constexpr (kLinkForEachPeer && !Buffers::kGoThroughSwitch) {
+      stage_by_lines(team, t, shard_of);
+    } else {
+      stage_by_owners(team, t, shard_of);
+    }
   }
 
   // Reduces chunk t of this rank's shard into `sums`. `own`: this rank's contribution.
@@ -257,6 +257,43 @@ class StepPipeline {
   }
 
  private:
+  // One owner after the other: a thread stores to neighbouring lines of one peer.
+  template <class ShardOf>
+  LLM_COMM_DEVICE void stage_by_owners(const Team& team, uint32_t t, ShardOf shard_of) const {
+    buffers_.for_each_staged(t, [&](uint32_t owner, Line* staged) {
+      const auto& shard = shard_of(owner);
+      const uint32_t first = chunks_.first(t);
+      move_lines(
+          team, chunks_.lines(t, shard.lines()), [&](uint32_t k) { return shard.load(first + k); },
+          [&](uint32_t k, Line line) { store_line(staged + k, line); });
+    });
+  }
+
+  // A line of each owner at a time, which keeps all links busy: the order of MSCCL++ on MI300X (arXiv 2504.09014).
+  template <class ShardOf>
+  LLM_COMM_DEVICE void stage_by_lines(const Team& team, uint32_t t, ShardOf shard_of) const {
+    const typename Buffers::ToOthers others(buffers_, kFirstHop, t);
+    const uint32_t first = chunks_.first(t);
+    for (uint32_t k = team.thread; k < chunks_.chunk_lines(); k += team.threads) {
+      // Calls step(i, buffer, shard) for each i-th rank after this one whose shard has the line.
+      const auto for_each_owner = [&](auto step) {
+        uint32_t i = 0;
+        others.for_each([&](Line* buffer) {
+          const auto& shard = shard_of(ranks_.after(rank_, ++i));
+          if (k < chunks_.lines(t, shard.lines())) step(i, buffer, shard);
+        });
+      };
+      if constexpr (kIsExactWorld<World>) {
+        Line line[World];  // the loads of all owners are in flight together
+        for_each_owner([&](uint32_t i, Line*, const auto& shard) { line[i] = shard.load(first + k); });
+        for_each_owner([&](uint32_t i, Line* buffer, const auto&) { store_line(buffer + k, line[i]); });
+      } else {
+        for_each_owner(
+            [&](uint32_t, Line* buffer, const auto& shard) { store_line(buffer + k, shard.load(first + k)); });
+      }
+    }
+  }
+
   template <class Own, class Sums, class Spread>
   LLM_COMM_DEVICE void sum_with(const Team& team, uint32_t t, const Own& own, const Sums& sums, Spread spread) const {
     const uint32_t first = chunks_.first(t);

@@ -30,6 +30,8 @@ namespace llm_comm::inline LLM_COMM_TARGET {
 template <int Parts>
 class SwitchBuffers {
  public:
+  static constexpr bool kGoThroughSwitch = true;
+
   LLM_COMM_DEVICE SwitchBuffers(const DeviceComm& comm, uint32_t block, uint32_t chunk_lines, uint32_t depth)
       : comm_(comm),
         parts_(comm.world_size),

@@ -17,16 +17,21 @@ from llm_comm.planning.tables import TuningTable
 logger = logging.getLogger("llm_comm")
 
 
+def note_on_amd() -> str:
+    """Return what to add to the reason why llm_comm does not serve GPUs of AMD; "" if torch is not built for them."""
+    return " (AMD: kernels compile, and none has run; docs/develop/amd.md)" if torch.version.hip else ""
+
+
 def resolve(device: torch.device | str | int | None) -> torch.device:
     """Return the device that the argument ``device`` of ``Communicator`` means, with its index.
 
     None means the current CUDA device, or the CPU (emulated GPUs) without a GPU or without CUDA kernels in this build.
 
     Raises:
-        UnsupportedInputError: ``device`` is neither a CUDA device nor the CPU.
+        UnsupportedInputError: ``device`` is neither a CUDA device nor the CPU, or is a GPU of AMD.
     """
     if device is None:
-        use_cuda = torch.cuda.is_available()
+        use_cuda = torch.cuda.is_available() and not torch.version.hip
         if use_cuda and not _core.cuda_archs:
             use_cuda = False
             logger.warning(
@@ -35,8 +40,10 @@ def resolve(device: torch.device | str | int | None) -> torch.device:
             )
         device = torch.device("cuda" if use_cuda else "cpu")
     device = torch.device("cuda", device) if isinstance(device, int) else torch.device(device)
-    if device.type not in ("cpu", "cuda"):
-        raise UnsupportedInputError(f"device {device}: llm_comm runs on CUDA devices and, emulated, on 'cpu'")
+    if device.type not in ("cpu", "cuda") or (device.type == "cuda" and torch.version.hip):
+        raise UnsupportedInputError(
+            f"device {device}: llm_comm runs on CUDA devices and, emulated, on 'cpu'{note_on_amd()}"
+        )
     return torch.empty(0, device=device).device
 
 

@@ -16,10 +16,11 @@ REPOSITORY = Path(__file__).parents[2]
 CSRC = REPOSITORY / "csrc"
 INCLUDE = CSRC / "include"
 FOR_CUDA = {"platform_cuda.cuh", "platform_cuda_multicast.cuh", "platform_cuda_tiles.cuh"}
-HEADERS_FOR_THE_EMULATOR = sorted(p for p in (INCLUDE / "llm_comm").iterdir() if p.name not in FOR_CUDA)
+FOR_HIP = {"platform_hip.cuh"}
+HEADERS_FOR_THE_EMULATOR = sorted(p for p in (INCLUDE / "llm_comm").iterdir() if p.name not in FOR_CUDA | FOR_HIP)
 OF_EMULATOR = {"platform_emulator.h", "platform_emulator_multicast.h", "platform_emulator_tiles.h"}
 #: Those that define the target, and those that choose it.
-PLATFORMS = {*FOR_CUDA, *OF_EMULATOR, "platform_types.h", "platform.cuh", "tiles.cuh"}
+PLATFORMS = {*FOR_CUDA, *FOR_HIP, *OF_EMULATOR, "platform_types.h", "platform.cuh", "tiles.cuh"}
 #: The one that holds instructions of multicast.
 MULTIMEM = "platform_cuda_multicast.cuh"
 
@@ -37,6 +38,7 @@ ALLOWED = {
 # <...> includes that are not of the C++ library: who may have them.
 FOREIGN = {
     r"cuda.*": {"host/cuda", "include/llm_comm/platform", "nccl/cuda"},
+    r"hip/.*": {"host/hip"},
     r"pybind11/.*": {"python"},
     r"sys/.*|unistd\.h|sched\.h|time\.h|setjmp\.h|ucontext\.h": {"host", "emulator", "nccl"},
 }
@@ -108,7 +110,7 @@ def test_assembly_is_in_platform_headers_only() -> None:
 def test_kernels_do_not_know_the_target() -> None:
     layers = ("algorithms", "optional", "include")
     neutral = [path for layer in layers for path in sources(layer) if path.name not in PLATFORMS]
-    assert offenders(r"__CUDA_ARCH__|__CUDACC|LLM_COMM_EMULATOR|\b(threadIdx|blockIdx|__syncthreads)\b", neutral) == []
+    assert offenders(r"__CUDA_ARCH__|__CUDACC|__HIP|__gfx|LLM_COMM_EMULATOR|\b(threadIdx|blockIdx|__syncthreads)\b", neutral) == []
     assert offenders(r"__global__|__device__|__shared__|<<<", neutral) == []
 
 

@@ -12,11 +12,7 @@ namespace llm_comm::inline LLM_COMM_TARGET {
 enum class E4m3 { kOcp, kFnuz };
 
 // The format of the target's matrix instructions.
-#if defined(__gfx942__)
-inline constexpr E4m3 kE4m3 = E4m3::kFnuz;
-#else
-inline constexpr E4m3 kE4m3 = E4m3::kOcp;
-#endif
+inline constexpr E4m3 kE4m3 = kHasFnuz ? E4m3::kFnuz : E4m3::kOcp;
 
 inline constexpr float kLargestE4m3 = kE4m3 == E4m3::kFnuz ? 240.0f : 448.0f;
 

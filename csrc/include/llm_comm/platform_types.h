@@ -48,6 +48,13 @@ using std::uint8_t;
 
 namespace llm_comm::inline LLM_COMM_TARGET {
 
+// Whether the target's FP8 formats are FNUZ (fp8.cuh).
+#if defined(__gfx942__)
+inline constexpr bool kHasFnuz = true;
+#else
+inline constexpr bool kHasFnuz = false;
+#endif
+
 // Threads of a warp. AMD calls it a wave, and has 64. An emulator may be built with either.
 #if defined(LLM_COMM_WARP_THREADS)
 inline constexpr uint32_t kWarpThreads = LLM_COMM_WARP_THREADS;
@@ -55,6 +62,15 @@ inline constexpr uint32_t kWarpThreads = LLM_COMM_WARP_THREADS;
 inline constexpr uint32_t kWarpThreads = 64;
 #else
 inline constexpr uint32_t kWarpThreads = 32;
+#endif
+
+// Whether a GPU has a link of its own to each peer (AMD's Infinity Fabric) and not one to a switch that all share.
+#if defined(LLM_COMM_LINK_FOR_EACH_PEER)
+inline constexpr bool kLinkForEachPeer = LLM_COMM_LINK_FOR_EACH_PEER;
+#elif defined(__HIP__)
+inline constexpr bool kLinkForEachPeer = true;
+#else
+inline constexpr bool kLinkForEachPeer = false;
 #endif
 
 // Unit of traffic: the widest access of a GPU thread.

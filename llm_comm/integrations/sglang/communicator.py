@@ -54,6 +54,7 @@ from llm_comm.integrations.sglang import groups, seams
 from llm_comm.integrations.sglang.seams import TABLE
 from llm_comm.planning.layers import LINEAR_SILU_AND_MUL
 from llm_comm.planning.models import Layer, Model, find, layers_to_measure, of_config, router_of
+from llm_comm.runtime.devices import note_on_amd
 from llm_comm.runtime.rendezvous import Rendezvous
 
 logger = logging.getLogger("sglang.llm_comm")
@@ -216,7 +217,7 @@ def _why_not(group: Any, arguments: Mapping[str, Any]) -> str | None:
     if joining.switched_off():
         return "LLM_COMM_ENABLE is off"
     if not is_cuda():
-        return "the platform is not CUDA"
+        return f"the platform is not CUDA{note_on_amd()}"
     if _option(get_disagg, "encoder_only"):
         # Rank 0 is the main process, which has loaded plugins. The processes of the other ranks load none.
         return "--encoder-only loads plugins in the process of rank 0 alone"

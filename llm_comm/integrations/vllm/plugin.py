@@ -44,6 +44,7 @@ from typing import Any
 from llm_comm.integrations import joining
 from llm_comm.integrations.vllm import seams
 from llm_comm.integrations.vllm.seams import TABLE
+from llm_comm.runtime.devices import note_on_amd
 
 #: Child of vLLM's logger "vllm", so that vLLM's handlers print its messages.
 logger = logging.getLogger("vllm.llm_comm")
@@ -67,7 +68,7 @@ def register() -> None:
         from vllm.platforms import current_platform
 
         if not current_platform.is_cuda():
-            _say_why_not(f"the platform is {type(current_platform).__name__}, not CUDA")
+            _say_why_not(f"the platform is {type(current_platform).__name__}, not CUDA{note_on_amd()}")
             return
         why_not = TABLE.attempt(seams.ALL_REDUCE)
     except Exception as error:
