@@ -131,7 +131,10 @@ class HipMemory {
       return new (address) HostMemory{};
     }
     struct Free {
-      void operator()(HostMemory* memory) const { static_cast<void>(hipHostFree(memory)); }
+      void operator()(HostMemory* memory) const {
+        const RelaxedCaptureMode relaxed;
+        static_cast<void>(hipHostFree(memory));
+      }
     };
   };
 

@@ -17,25 +17,40 @@ inline void check(hipError_t error, const char* what) {
   throw std::runtime_error(std::string(what) + ": " + hipGetErrorString(error));
 }
 
-// Makes a device current for a scope. Calls of this thread in the scope neither join nor invalidate a stream capture of
-// another stream, whichever thread captures. hipDeviceSynchronize() invalidates every capture of the device in any case.
+// For its scope, calls of this thread neither join nor invalidate a stream capture, whichever thread captures. Not
+// sufficient for hipDeviceSynchronize(), which invalidates every capture of the device.
+class RelaxedCaptureMode {
+ public:
+  RelaxedCaptureMode() { exchange(); }
+  ~RelaxedCaptureMode() { exchange(); }
+  RelaxedCaptureMode(const RelaxedCaptureMode&) = delete;
+  RelaxedCaptureMode& operator=(const RelaxedCaptureMode&) = delete;
+
+ private:
+  void exchange() { static_cast<void>(hipThreadExchangeStreamCaptureMode(&mode_)); }
+
+  hipStreamCaptureMode mode_ = hipStreamCaptureModeRelaxed;
+};
+
+// Makes a device current for a scope, with relaxed capture mode.
 class DeviceScope {
  public:
   explicit DeviceScope(int device) {
-    check(hipGetDevice(&previous_), "hipGetDevice");
-    if (previous_ != device) check(hipSetDevice(device), "hipSetDevice");
-    static_cast<void>(hipThreadExchangeStreamCaptureMode(&mode_));
+    int current = -1;
+    check(hipGetDevice(&current), "hipGetDevice");
+    if (current == device) return;
+    check(hipSetDevice(device), "hipSetDevice");
+    previous_ = current;
   }
   ~DeviceScope() {
-    static_cast<void>(hipThreadExchangeStreamCaptureMode(&mode_));
-    static_cast<void>(hipSetDevice(previous_));
+    if (previous_ >= 0) static_cast<void>(hipSetDevice(previous_));
   }
   DeviceScope(const DeviceScope&) = delete;
   DeviceScope& operator=(const DeviceScope&) = delete;
 
  private:
-  int previous_ = 0;
-  hipStreamCaptureMode mode_ = hipStreamCaptureModeRelaxed;
+  RelaxedCaptureMode relaxed_;
+  int previous_ = -1;  // device to return to; -1: the scope's device was current
 };
 
 inline bool is_capturing(hipStream_t stream) {
@@ -73,8 +88,10 @@ class Stream {
   Stream& operator=(Stream&&) = delete;
   // Leaks a stream that takes part in a capture: destroying it would invalidate the capture.
   ~Stream() {
-    hipStreamCaptureStatus status{};
-    if (stream_ == nullptr || hipStreamIsCapturing(stream_, &status) != hipSuccess) return;
+    if (stream_ == nullptr) return;
+    const RelaxedCaptureMode relaxed;
+    hipStreamCaptureStatus status = hipStreamCaptureStatusNone;
+    static_cast<void>(hipStreamIsCapturing(stream_, &status));
     if (status == hipStreamCaptureStatusNone) static_cast<void>(hipStreamDestroy(stream_));
   }
 
