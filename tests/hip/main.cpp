@@ -142,7 +142,7 @@ void copies() {
   static_cast<void>(hipStreamDestroy(stream));
 }
 
-// What a graph may use stays mapped after the core, and launches of the graph find the abort word.
+// Memory that a graph may use stays mapped after the core, and launches of the graph find the abort word.
 void capture() {
   const char* workspace = nullptr;
   hipStream_t const stream = make_stream();

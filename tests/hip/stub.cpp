@@ -402,10 +402,6 @@ hipError_t hipFuncGetAttributes(hipFuncAttributes* attributes, const void* funct
   attributes->maxThreadsPerBlock = 1024;
   return hipSuccess;
 }
-hipError_t hipFuncSetAttribute(const void* function, hipFuncAttribute, int) {
-  FAIL_IF_TOLD();
-  return kernels().count(function) != 0 ? hipSuccess : fail(hipErrorInvalidDeviceFunction);
-}
 hipError_t hipOccupancyMaxActiveBlocksPerMultiprocessor(int* blocks, const void* function, int, size_t) {
   FAIL_IF_TOLD();
   if (kernels().count(function) == 0) return fail(hipErrorInvalidDeviceFunction);

@@ -45,35 +45,35 @@ class DeviceMemory {
 
   // Allocates at least `bytes` on `device`.
   static DeviceMemory allocate(int device, uint64_t bytes, Sharing sharing) {
-    if (sharing != Sharing::kIpc) {
-      DeviceMemory memory = reserve(device, bytes, sharing);
-      memory.fill(memory.state_.bytes);
-      return memory;
-    }
     DeviceMemory memory;
-    check(hipExtMallocWithFlags(&memory.state_.address, bytes, hipDeviceMallocUncached), "hipExtMallocWithFlags");
-    memory.state_.kind = Kind::kMalloc;
-    memory.state_.device = device;
+    if (sharing == Sharing::kIpc) {
+      check(hipExtMallocWithFlags(&memory.state_.address, bytes, hipDeviceMallocUncached), "hipExtMallocWithFlags");
+      memory.state_.kind = Kind::kMalloc;
+      memory.state_.device = device;
+    } else {
+      memory.reserve(device, bytes, sharing);
+      memory.fill();
+    }
     return memory;
   }
 
   // Maps a peer's allocation of `bytes`, given the result of its export_handle(), for access by `device`.
   static DeviceMemory map(int device, uint64_t bytes, Sharing sharing, const WorkspaceHandle& handle) {
-    if (sharing != Sharing::kIpc) {
-      DeviceMemory memory = reserve(device, bytes, sharing);
-      memory.fill_from_peer(handle);
-      return memory;
-    }
-    hipIpcMemHandle_t ipc;
-    if (handle.bytes.size() != sizeof(ipc)) {
-      throw std::invalid_argument("a hipIpc handle has " + std::to_string(sizeof(ipc)) + " bytes, got " +
-                                  std::to_string(handle.bytes.size()));
-    }
-    std::memcpy(&ipc, handle.bytes.data(), sizeof(ipc));
     DeviceMemory memory;
-    check(hipIpcOpenMemHandle(&memory.state_.address, ipc, hipIpcMemLazyEnablePeerAccess), "hipIpcOpenMemHandle");
-    memory.state_.kind = Kind::kIpcMapping;
-    memory.state_.device = device;
+    if (sharing == Sharing::kIpc) {
+      hipIpcMemHandle_t ipc;
+      if (handle.bytes.size() != sizeof(ipc)) {
+        throw std::invalid_argument("a hipIpc handle has " + std::to_string(sizeof(ipc)) + " bytes, got " +
+                                    std::to_string(handle.bytes.size()));
+      }
+      std::memcpy(&ipc, handle.bytes.data(), sizeof(ipc));
+      check(hipIpcOpenMemHandle(&memory.state_.address, ipc, hipIpcMemLazyEnablePeerAccess), "hipIpcOpenMemHandle");
+      memory.state_.kind = Kind::kIpcMapping;
+      memory.state_.device = device;
+    } else {
+      memory.reserve(device, bytes, sharing);
+      memory.fill_from_peer(handle);
+    }
     return memory;
   }
 
@@ -145,8 +145,8 @@ class DeviceMemory {
     return (bytes + granularity - 1) / granularity * granularity;
   }
 
-  // Addresses without memory.
-  static DeviceMemory reserve(int device, uint64_t bytes, Sharing sharing) {
+  // Reserves addresses without memory.
+  void reserve(int device, uint64_t bytes, Sharing sharing) {
     if (sharing == Sharing::kFabric) throw std::invalid_argument("AMD GPUs have no fabric handles");
     int version = 0;
     check(hipRuntimeGetVersion(&version), "hipRuntimeGetVersion");
@@ -154,13 +154,10 @@ class DeviceMemory {
       throw std::runtime_error("sharing memory by file descriptors needs HIP 7.1, this is version " +
                                std::to_string(version) + ": use hipIpc");
     }
-    DeviceMemory memory;
-    bytes = rounded(properties(device), bytes);
-    check(hipMemAddressReserve(&memory.state_.address, bytes, 0, nullptr, 0), "hipMemAddressReserve");
-    memory.state_.kind = Kind::kVirtual;
-    memory.state_.device = device;
-    memory.state_.bytes = bytes;
-    return memory;
+    state_.bytes = rounded(properties(device), bytes);
+    check(hipMemAddressReserve(&state_.address, state_.bytes, 0, nullptr, 0), "hipMemAddressReserve");
+    state_.kind = Kind::kVirtual;
+    state_.device = device;
   }
 
   void map_physical(uint64_t bytes) {

@@ -37,16 +37,8 @@ class HipMemory {
   char* local() const { return local_.address(); }
   HostMailbox* mailbox() const { return &host_->mailbox; }
 
-  void read(void* to, const char* from, uint64_t bytes) const {
-    const DeviceScope scope(device_);
-    check(hipMemcpyAsync(to, from, bytes, hipMemcpyDeviceToHost, stream_.get()), "hipMemcpyAsync");
-    stream_.synchronize("hipStreamSynchronize: reading the workspace");
-  }
-  void write(char* to, const void* from, uint64_t bytes) const {
-    const DeviceScope scope(device_);
-    check(hipMemcpyAsync(to, from, bytes, hipMemcpyHostToDevice, stream_.get()), "hipMemcpyAsync");
-    stream_.synchronize("hipStreamSynchronize: writing the workspace");
-  }
+  void read(void* to, const char* from, uint64_t bytes) const { copy(to, from, bytes, hipMemcpyDeviceToHost); }
+  void write(char* to, const void* from, uint64_t bytes) const { copy(to, from, bytes, hipMemcpyHostToDevice); }
   std::optional<uint64_t> read_soon(const char* from) const {
     const DeviceScope scope(device_);
     if (!copy_soon(&host_->word, from, sizeof(uint64_t))) return std::nullopt;
@@ -146,7 +138,13 @@ class HipMemory {
             "hipMemsetAsync");
     }
     // Before a peer gets the handle: it may write at once.
-    stream_.synchronize("hipStreamSynchronize: initialising the workspace");
+    stream_.synchronize();
+  }
+
+  void copy(void* to, const void* from, uint64_t bytes, hipMemcpyKind kind) const {
+    const DeviceScope scope(device_);
+    check(hipMemcpyAsync(to, from, bytes, kind, stream_.get()), "hipMemcpyAsync");
+    stream_.synchronize();
   }
 
   // Copies to or from page-locked memory. Returns false if the copy fails or takes longer than kLimit.

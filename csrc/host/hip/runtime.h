@@ -96,7 +96,7 @@ class Stream {
   }
 
   hipStream_t get() const { return stream_; }
-  void synchronize(const char* what) const { check(hipStreamSynchronize(stream_), what); }
+  void synchronize() const { check(hipStreamSynchronize(stream_), "hipStreamSynchronize"); }
 
  private:
   hipStream_t stream_ = nullptr;
