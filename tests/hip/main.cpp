@@ -118,13 +118,13 @@ void launch() {
   static_cast<void>(hipStreamDestroy(stream));
 }
 
-// Two copies of the message stand in for what the kernels would do with it.
 void copies() {
-  Ranks ranks(Sharing::kDescriptor);
+  auto ranks_now = std::make_unique<Ranks>(Sharing::kDescriptor);
+  Ranks& ranks = *ranks_now;
   ranks.open_window();
   const uint32_t algorithm = all_reduce("two_shot_ce");
   const Problem problem = problem_of(128 * 1024);
-  const auto call = ranks.core(0).prepare(algorithm, problem, shape_of(algorithm, problem).tiling);
+  auto call = ranks.core(0).prepare(algorithm, problem, shape_of(algorithm, problem).tiling);
   const std::shared_ptr<char> output = ranks.core(0).memory_of_window(0);
   const std::shared_ptr<char> of_peer = ranks.core(1).memory_of_window(0);
   std::string input(problem.bytes(), 'i');
@@ -139,6 +139,12 @@ void copies() {
   expect(hipStreamEndCapture(stream, &graph) == hipSuccess, "the end of the capture");
   expect(call->run(buffers, 0) == Outcome::kEnqueued, "an enqueued call with copies");
   expect(of_peer.get()[problem.bytes() / 2] == 'i', "the contribution to the peer's slice");
+  // The side stream is part of a capture that outlives the core.
+  expect(hipStreamBeginCapture(stream, hipStreamCaptureModeGlobal) == hipSuccess, "a capture");
+  expect(call->run(buffers, number(stream)) == Outcome::kCaptured, "a captured call with copies");
+  call.reset();
+  ranks_now.reset();
+  expect(hipStreamEndCapture(stream, &graph) == hipSuccess, "the end of the capture");
   static_cast<void>(hipStreamDestroy(stream));
 }
 
@@ -180,6 +186,8 @@ void release() {
   char* const of_peer = last_arguments().comm.workspace[1];
   reinterpret_cast<CommState*>(workspace)->arrivals = 5 * kArrivalsPerOperation;
   ranks.release();
+  expect(stub::what_lives().find("physical memory 2") != std::string::npos,
+         "one granule of each rank: " + stub::what_lives());
   expect(call.run(nullptr) == Outcome::kFailed, "a refused call");
   expect(reinterpret_cast<CommState*>(workspace)->aborted == 1, "graph launches that do nothing");
   expect(ranks.core(0).operations_ended() == uint64_t{5}, "the kept header");
