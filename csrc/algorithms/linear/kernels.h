@@ -32,15 +32,16 @@ extern template struct LinearKernels<OperandType::kFloat8, DataType::kFloat16, 2
 
 template <OperandType F, DataType D, bool BlockScales = false>
 LinearKernel find_linear_kernel(LinearEpilogue epilogue, uint32_t token_rows) {
-  return weight_parts(epilogue) == 1 ? LinearKernels<F, D, 1, BlockScales>::find(token_rows)
-                                     : LinearKernels<F, D, 2, BlockScales>::find(token_rows);
+  if constexpr (!kHasTiles) {
+    return nullptr;
+  } else {
+    return weight_parts(epilogue) == 1 ? LinearKernels<F, D, 1, BlockScales>::find(token_rows)
+                                       : LinearKernels<F, D, 2, BlockScales>::find(token_rows);
+  }
 }
 
-#if defined(__HIP__)
-// AMD GPUs have no tiles (tiles.cuh), so they have no kernels.
-inline LinearKernel find_linear_kernel(OperandType, DataType, LinearEpilogue, bool, uint32_t) { return nullptr; }
-#else
 // The operand and result type must be served together (linear::serves() in layer.h). Other pairs find a wrong kernel.
+// Returns nullptr for targets without tiles.
 inline LinearKernel find_linear_kernel(OperandType operands, DataType type, LinearEpilogue epilogue, bool block_scales,
                                        uint32_t token_rows) {
   const bool is_bf16 = type == DataType::kBFloat16;
@@ -55,6 +56,5 @@ inline LinearKernel find_linear_kernel(OperandType operands, DataType type, Line
   return is_bf16 ? find_linear_kernel<OperandType::kBFloat16, DataType::kBFloat16>(epilogue, token_rows)
                  : find_linear_kernel<OperandType::kFloat16, DataType::kFloat16>(epilogue, token_rows);
 }
-#endif
 
 }  // namespace llm_comm::inline LLM_COMM_TARGET
