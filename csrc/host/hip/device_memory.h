@@ -7,7 +7,7 @@
 //   kDescriptor  Virtual memory, hipMemCreate(hipMemAllocationTypeUncached), shared by file descriptors. The only kind
 //                that can be released while its addresses stay reserved. Needs ROCm 7.1: an earlier
 //                hipMemImportFromShareableHandle() expects a pointer to the descriptor instead of its value.
-//   kFabric      Not supported: HIP has no fabric handles.
+//   kFabric      Not supported: HIP 7.1 has no fabric handles.
 #pragma once
 
 #include <cstring>
@@ -147,7 +147,7 @@ class DeviceMemory {
 
   // Reserves addresses without memory.
   void reserve(int device, uint64_t bytes, Sharing sharing) {
-    if (sharing == Sharing::kFabric) throw std::invalid_argument("AMD GPUs have no fabric handles");
+    if (sharing == Sharing::kFabric) throw std::invalid_argument("fabric handles are not supported on AMD GPUs");
     int version = 0;
     check(hipRuntimeGetVersion(&version), "hipRuntimeGetVersion");
     if (version < kOldestVersion) {

@@ -55,7 +55,7 @@ inline constexpr bool kHasFnuz = true;
 inline constexpr bool kHasFnuz = false;
 #endif
 
-// Whether the target has tiles (tiles.cuh), and with them the kernels of linear layers and experts.
+// True if the target has tiles (tiles.cuh), and with them the kernels of linear layers and experts.
 #if defined(__HIP__)
 inline constexpr bool kHasTiles = false;
 #else
