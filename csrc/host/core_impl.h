@@ -15,6 +15,7 @@
 #include "algorithms/p2p_test.cuh"
 #include "host/algorithm_kernels.h"
 #include "host/describe.h"
+#include "host/descriptor.h"
 #include "host/launch_queue.h"
 #include "host/own_header.h"
 #include "host/ports.h"
@@ -158,8 +159,10 @@ class CoreImpl final : public Core {
   WorkspaceHandle create_window(uint32_t window, uint64_t bytes) override {
     windows_.check_new(window, bytes);
     SharedMemory own = memory_.allocate(bytes);
+    Descriptor descriptor(own.handle.fd);  // closed if the next lines throw
     windows_.add(window, bytes, std::move(own.memory));
     write_window(window);
+    descriptor.release();
     return std::move(own.handle);
   }
 

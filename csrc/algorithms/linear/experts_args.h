@@ -34,9 +34,15 @@ struct ExpertsKernels {
 extern template struct ExpertsKernels<OperandType::kBFloat16, DataType::kBFloat16>;
 extern template struct ExpertsKernels<OperandType::kFloat16, DataType::kFloat16>;
 
+// Returns nullptr for targets without tiles.
 inline ExpertsKernel find_experts_kernel(DataType type, bool is_gated, uint32_t rows) {
-  return type == DataType::kBFloat16 ? ExpertsKernels<OperandType::kBFloat16, DataType::kBFloat16>::find(is_gated, rows)
-                                     : ExpertsKernels<OperandType::kFloat16, DataType::kFloat16>::find(is_gated, rows);
+  if constexpr (!kHasTiles) {
+    return nullptr;
+  } else {
+    return type == DataType::kBFloat16
+               ? ExpertsKernels<OperandType::kBFloat16, DataType::kBFloat16>::find(is_gated, rows)
+               : ExpertsKernels<OperandType::kFloat16, DataType::kFloat16>::find(is_gated, rows);
+  }
 }
 
 }  // namespace llm_comm::inline LLM_COMM_TARGET

@@ -32,11 +32,16 @@ extern template struct LinearKernels<OperandType::kFloat8, DataType::kFloat16, 2
 
 template <OperandType F, DataType D, bool BlockScales = false>
 LinearKernel find_linear_kernel(LinearEpilogue epilogue, uint32_t token_rows) {
-  return weight_parts(epilogue) == 1 ? LinearKernels<F, D, 1, BlockScales>::find(token_rows)
-                                     : LinearKernels<F, D, 2, BlockScales>::find(token_rows);
+  if constexpr (!kHasTiles) {
+    return nullptr;
+  } else {
+    return weight_parts(epilogue) == 1 ? LinearKernels<F, D, 1, BlockScales>::find(token_rows)
+                                       : LinearKernels<F, D, 2, BlockScales>::find(token_rows);
+  }
 }
 
 // The operand and result type must be served together (linear::serves() in layer.h). Other pairs find a wrong kernel.
+// Returns nullptr for targets without tiles.
 inline LinearKernel find_linear_kernel(OperandType operands, DataType type, LinearEpilogue epilogue, bool block_scales,
                                        uint32_t token_rows) {
   const bool is_bf16 = type == DataType::kBFloat16;

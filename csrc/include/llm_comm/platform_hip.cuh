@@ -20,9 +20,15 @@ namespace llm_comm::inline LLM_COMM_TARGET {
 
 namespace amdgcn {
 
-// Global memory. Accesses to generic addresses would look up the address space of each.
+// Global memory. Accesses to generic addresses would look up the address space of each. The compiler's pass for the host
+// checks the same functions, but assigns no classes in other address spaces.
+#if defined(__HIP_DEVICE_COMPILE__)
 template <class T>
 using Global = __attribute__((address_space(1))) T;
+#else
+template <class T>
+using Global = T;
+#endif
 
 template <class T>
 LLM_COMM_DEVICE Global<T>* global(T* address) {

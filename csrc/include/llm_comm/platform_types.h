@@ -55,6 +55,13 @@ inline constexpr bool kHasFnuz = true;
 inline constexpr bool kHasFnuz = false;
 #endif
 
+// True if the target has tiles (tiles.cuh), and with them the kernels of linear layers and experts.
+#if defined(__HIP__)
+inline constexpr bool kHasTiles = false;
+#else
+inline constexpr bool kHasTiles = true;
+#endif
+
 // Threads of a warp. AMD calls it a wave, and has 64. An emulator may be built with either.
 #if defined(LLM_COMM_WARP_THREADS)
 inline constexpr uint32_t kWarpThreads = LLM_COMM_WARP_THREADS;
