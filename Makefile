@@ -154,10 +154,14 @@ $(VENV)/.dev: $(VENV)/.base pyproject.toml
 	$(call install,dev)
 	@touch $@
 
-# A clang for GPUs of AMD, as a wheel: nothing of it gets into $(VENV).
+# A clang for GPUs of AMD, and of triton's wheel the headers of HIP: nothing of it gets into $(VENV).
 build/amd-env/.installed: Makefile
 	$(PYTHON) -m venv build/amd-env
 	build/amd-env/bin/python -m pip --disable-pip-version-check install --quiet ziglang==0.17.1
+	build/amd-env/bin/python -m pip --disable-pip-version-check download --quiet --no-deps -d build/amd-env/wheel triton==3.9.0
+	build/amd-env/bin/python -c 'import glob, zipfile; wheel = zipfile.ZipFile(*glob.glob("build/amd-env/wheel/*")); \
+	  wheel.extractall("build/amd-env", [name for name in wheel.namelist() if name.startswith("triton/backends/amd/include/")])'
+	rm -r build/amd-env/wheel
 	@touch $@
 
 # The tools of the extra `docs` alone: pip would build llm_comm for '.[docs]'.

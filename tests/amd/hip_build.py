@@ -6,7 +6,7 @@ import fcntl
 import os
 import shutil
 import subprocess
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 import pytest
@@ -14,6 +14,8 @@ import pytest
 REPOSITORY = Path(__file__).parents[2]
 ENVIRONMENT = REPOSITORY / "build" / "amd-env"
 BUILD = REPOSITORY / "build" / "amd"
+#: Directory of ``hip/hip_runtime_api.h``.
+HIP_HEADERS = ENVIRONMENT / "triton" / "backends" / "amd" / "include"
 needs_compiler = pytest.mark.skipif(
     not (ENVIRONMENT / ".installed").exists(), reason="`make check-amd` and `make test` set up the compiler"
 )
@@ -36,16 +38,29 @@ def compiler() -> list[str]:
     ]
 
 
-def assembly(descriptors: Iterable[str], arch: str = "gfx942", build: Path = BUILD, flags: str = "") -> list[Path]:
+def build(source: Path, directory: Path, options: Mapping[str, str], targets: Iterable[str] = ("all",)) -> None:
+    """Configure ``source`` with ``options`` of CMake in ``directory``, and build targets. Processes take turns."""
+    directory.mkdir(parents=True, exist_ok=True)
+    generator = ["-G", "Ninja"] if shutil.which("ninja") else []
+    given = [f"-D{name}={value}" for name, value in options.items()]
+    with open(directory / "lock", "w", encoding="ascii") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        for command in (
+            ["cmake", "-S", str(source), "-B", str(directory), *generator, *given],
+            ["cmake", "--build", str(directory), "--parallel", str(os.cpu_count()), "--target", *targets],
+        ):
+            done = subprocess.run(command, capture_output=True, text=True, check=False)
+            assert done.returncode == 0, f"{' '.join(command)}\n{done.stdout}\n{done.stderr}"
+
+
+def assembly(descriptors: Iterable[str], arch: str = "gfx942", directory: Path = BUILD, flags: str = "") -> list[Path]:
     """Compile algorithms of the registry to assembly, and return the files.
 
     Args:
         descriptors: Their descriptors, such as ``"AllReduceOneShot"``; ``["all"]``: all that have kernels there.
-        build: Build directory. Processes take turns in it.
+        directory: Of the build.
         flags: More flags of the compiler.
     """
-    build.mkdir(parents=True, exist_ok=True)
-    targets = [f"hip_{arch}" if name == "all" else f"hip_{arch}_{name}" for name in descriptors]
     options = {
         "LLM_COMM_HIP": "CHECK",
         "LLM_COMM_CUDA": "OFF",
@@ -53,16 +68,7 @@ def assembly(descriptors: Iterable[str], arch: str = "gfx942", build: Path = BUI
         "LLM_COMM_HIP_COMPILER": ";".join(compiler()),
         "LLM_COMM_HIP_FLAGS": flags,
     }
-    generator = ["-G", "Ninja"] if shutil.which("ninja") else []
-    with open(build / "lock", "w", encoding="ascii") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        for command in (
-            ["cmake", "-S", str(REPOSITORY), "-B", str(build), *generator, *(f"-D{k}={v}" for k, v in options.items())],
-            ["cmake", "--build", str(build), "--parallel", str(os.cpu_count()), "--target", *targets],
-        ):
-            done = subprocess.run(command, capture_output=True, text=True, check=False)
-            assert done.returncode == 0, f"{' '.join(command)}\n{done.stdout}\n{done.stderr}"
-    directory = build / "hip" / arch
-    return (
-        sorted(directory.glob("*.s")) if "all" in descriptors else [directory / f"kernels_{n}.s" for n in descriptors]
-    )
+    targets = [f"hip_{arch}" if name == "all" else f"hip_{arch}_{name}" for name in descriptors]
+    build(REPOSITORY, directory, options, targets)
+    found = directory / "hip" / arch
+    return sorted(found.glob("*.s")) if "all" in descriptors else [found / f"kernels_{name}.s" for name in descriptors]

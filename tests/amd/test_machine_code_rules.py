@@ -112,7 +112,7 @@ def test_each_rule_finds_what_it_is_there_for(check_gcn: ModuleType, tmp_path: P
     header.parent.mkdir(parents=True)
     header.write_text(edit.applied((REPOSITORY / PLATFORM).read_text(encoding="utf-8")), encoding="utf-8")
     # A build directory for all controls: they are compiled one after the other, each anew.
-    files = assembly([algorithm], build=BUILD.with_name("amd-controls"), flags=f"-I;{tmp_path / 'include'}")
+    files = assembly([algorithm], directory=BUILD.with_name("amd-controls"), flags=f"-I;{tmp_path / 'include'}")
     assert rule in rules_broken(check_gcn, files)
 
 

@@ -48,7 +48,8 @@ using std::uint8_t;
 
 namespace llm_comm::inline LLM_COMM_TARGET {
 
-// Whether the target's FP8 formats are FNUZ (fp8.cuh).
+// Whether the target's FP8 formats are FNUZ (fp8.cuh). For kernels: a compiler that compiles host code too does not know
+// the target there.
 #if defined(__gfx942__)
 inline constexpr bool kHasFnuz = true;
 #else
