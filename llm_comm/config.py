@@ -32,7 +32,7 @@ _RESERVED = re.compile(
     # Directory of the user's tuning tables (csrc/host/table_choice.h).
     r"|TABLE_DIR"
     # Options of the build (CMake), which some users export, and variables that authors of images like to set.
-    r"|CUDA|PYTHON|BUILT|WERROR|SPLIT_KERNELS|PTXAS_VERBOSE|UNBOUNDED_WAITS|SANITIZE|VERSION"
+    r"|CUDA|HIP|PYTHON|BUILT|WERROR|SPLIT_KERNELS|PTXAS_VERBOSE|UNBOUNDED_WAITS|SANITIZE|VERSION"
     # Kubernetes sets these in every container of a namespace with a Service whose name begins with llm-comm.
     r"|(\w+_)?SERVICE_(HOST|PORT(_\w+)?)|(\w+_)?PORT(_\d+_(TCP|UDP|SCTP)(_(PROTO|PORT|ADDR))?)?"
 )
