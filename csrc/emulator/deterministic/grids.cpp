@@ -86,7 +86,7 @@ void Machine::start_clusters(Grid& grid) {
 void Machine::start_threads(Block& block) {
   Grid& grid = *block.grid;
   const LaunchConfig& config = grid.launch.config;
-  for (uint32_t i = 0; i < config.threads; ++i) {
+  for (uint32_t i = 0; i < config.threads; i += config.fiber_threads) {
     if (idle_.empty()) {
       threads_.push_back(std::make_unique<Thread>());
       idle_.push_back(threads_.back().get());
