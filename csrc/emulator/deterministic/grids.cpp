@@ -101,6 +101,7 @@ void Machine::start_threads(Block& block) {
     thread.priority = random_.next();
     thread.list = nullptr;
     block.threads.push_back(&thread);
+    busy_threads_ += config.fiber_threads;
     move_to(thread, &ranks_[grid.rank].runnable);
   }
 }
@@ -157,6 +158,7 @@ void Machine::end_thread(Thread& thread) {
     memory_.join_into_view(ended->memory.thread, block.view);
     memory_.free_view(ended->memory.thread);
     idle_.push_back(ended);
+    busy_threads_ -= grid.launch.config.fiber_threads;
   }
   block.threads.clear();  // other blocks reuse them, possibly while this block's cluster still runs
   std::fill(block.shared.begin(), block.shared.end(), Line{{kOfNobody, kOfNobody, kOfNobody, kOfNobody}});

@@ -186,6 +186,7 @@ class Machine {
   std::vector<Rank> ranks_;
   std::vector<std::unique_ptr<Thread>> threads_;  // all threads, idle ones included
   std::vector<Thread*> idle_;
+  uint64_t busy_threads_ = 0;  // GPU threads of all fibers that are not idle
   std::priority_queue<Event, std::vector<Event>, std::greater<>> events_;
   std::vector<std::function<void()>> host_actions_;
   std::vector<Watch> watches_;

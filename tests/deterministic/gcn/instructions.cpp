@@ -274,11 +274,14 @@ uint32_t truncated(float value) {
   return value >= 0x1p32f ? ~0u : static_cast<uint32_t>(value);
 }
 
-// The ISA promises an error of at most one unit in the last place: any such result is drawn.
+// The ISA promises an error of at most one unit in the last place. One of the two neighbours of the exact result is
+// drawn, so integer divisions, which begin with this, must not depend on the rounding.
 float reciprocal(float value) {
-  const float exact = 1.0f / value;
-  if (!std::isnormal(exact)) return exact;
-  return std::bit_cast<float>(std::bit_cast<uint32_t>(exact) + emulator::draw_below(3) - 1);
+  const float nearest = 1.0f / value;
+  if (!std::isnormal(nearest)) return nearest;
+  const float error = std::fma(-value, nearest, 1.0f);  // above 0: the exact result has a larger magnitude
+  const uint32_t step = error > 0 ? 1 : error < 0 ? ~0u : 0;
+  return std::bit_cast<float>(std::bit_cast<uint32_t>(nearest) + emulator::draw_below(2) * step);
 }
 
 // GCC cannot parse > and >> in a lambda that is a template argument.
