@@ -202,11 +202,11 @@ std::string check_all_right(World& world, const std::vector<std::unique_ptr<Call
 // others, if they failed, and waits for nobody. The rest is for what they do before they wait. Nothing expires where
 // the hosts see in time that the process has exited.
 uint64_t longest_after(const Mishap& mishap) {
-  constexpr uint64_t kOtherSteps = kTimeoutNs * 3 / 8;
+  constexpr uint64_t kOtherSteps = kTimeoutNs / 4;
   // One that comes too late is alone, and time is let pass at each of its waits (Machine). Messages have one in every
   // block of every call, one after the other where blocks have to take turns. A wait for somebody would take
   // kTimeoutNs.
-  constexpr uint64_t kStepsAlone = kTimeoutNs * 7 / 8;
+  constexpr uint64_t kStepsAlone = kTimeoutNs * 5 / 8;
   if (!mishap.for_ever) return kLateSteps + kStepsAlone;
   return mishap.seen_after ? *mishap.seen_after + kOtherSteps : kTimeoutNs + kOtherSteps;
 }
