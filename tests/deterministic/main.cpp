@@ -26,7 +26,8 @@ constexpr const char* kUsage =
     "  --unordered-grids the end of a grid orders no stores beyond its own GPU (see weak_memory.h)\n"
     "  --large           worlds of 9, 12 and 16 ranks, in place of 2 to 8\n"
     "  --ranks N         worlds of N ranks\n"
-    "  --machine-code FILE  kernels in assembly text for AMD's GPUs, which run in place of the emulated ones; may be given\n"
+    "  --machine-code FILE  kernels in assembly text for AMD's GPUs, which run in place of the emulated ones; may be "
+    "given\n"
     "                    again. Needs a build with LLM_COMM_WARP_THREADS=64\n"
     "  --list            prints what schedules may be about\n";
 

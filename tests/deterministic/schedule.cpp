@@ -290,7 +290,8 @@ struct Script {
 
   std::unique_ptr<Run> run(emulator::Machine& machine, const ScheduleParameters& parameters,
                            const std::optional<Mishap>& mishap) const {
-    std::unique_ptr<Run> run(new Run{World(machine, chosen.ranks, first_operation, check_calls, machine_code), {}, Ending::kDone});
+    std::unique_ptr<Run> run(
+        new Run{World(machine, chosen.ranks, first_operation, check_calls, machine_code), {}, Ending::kDone});
     machine.reset(machine_seed, chosen.ranks, parameters);
     if (mishap && mishap->aborted) {
       machine.at(mishap->abort_time, [&world = run->world, rank = *mishap->aborted] { world.core(rank).abort(); });
@@ -339,7 +340,8 @@ Result run_schedule(emulator::Machine& machine, uint64_t seed, const Options& op
   parameters.memory.grid_end_performs = options.grid_end_performs;
   const uint64_t first_operation = draw_first_operation(random);
   const bool check_calls = random.chance(48);
-  const Script script{chosen, options.alone, first_operation, check_calls, options.machine_code, random.next(), Random(random.next())};
+  const Script script{chosen,        options.alone,        first_operation, check_calls, options.machine_code,
+                      random.next(), Random(random.next())};
 
   Result result{};
   result.description = std::to_string(chosen.ranks) + " ranks";

@@ -90,7 +90,8 @@ class StreamLauncher {
     const gcn::Kernel* const code = machine_code_of(reinterpret_cast<const void*>(kernel));
     if (code != nullptr) {
       config.fiber_threads = gcn::kLanes;
-      job = gcn::job_of(*machine_, *code, config, &args, sizeof(args), kHeaderBytes, kHeaderBytes + kSlots * kSlotBytes);
+      job =
+          gcn::job_of(*machine_, *code, config, &args, sizeof(args), kHeaderBytes, kHeaderBytes + kSlots * kSlotBytes);
     }
     machine_->launch(rank_, config, std::move(job), code == nullptr);  // grids of AMD's GPUs never overlap
     if (!side_copies_.empty()) enqueue_some();
@@ -212,10 +213,11 @@ World::World(emulator::Machine& machine, uint32_t ranks, uint64_t first_operatio
                                     check_calls,
                                     staging_bytes_of(ranks)};
     char* const ring = machine.memory().of_rank(rank) + kRingOffset;
-    members_.emplace_back(new Member{{options, RankMemory(machine.memory(), rank), StreamLauncher(machine, rank, machine_code),
-                                      std::make_unique<schedules::PortActor>(machine, rank, ring)},
-                                     {},
-                                     0});
+    members_.emplace_back(
+        new Member{{options, RankMemory(machine.memory(), rank), StreamLauncher(machine, rank, machine_code),
+                    std::make_unique<schedules::PortActor>(machine, rank, ring)},
+                   {},
+                   0});
     host::Core& own = core(rank);
     own.create_workspace(host::Sharing::kDescriptor);
     CommState state{};

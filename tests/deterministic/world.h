@@ -17,7 +17,8 @@ using namespace llm_comm;  // NOLINT: a test of its kernels
 
 inline constexpr uint64_t kSlotBytes = 32 * 1024;
 // Behind the workspace: memory of the channels that message_passing.cuh drives.
-inline constexpr uint64_t kMaxStagingBytes = 64 * 1024;
+inline constexpr uint64_t kMaxStagingBytes =
+    2 * 1024 * kWarpThreads;  // chunks of quantized algorithms are warps of lines
 // The buffers of 16 senders take more.
 constexpr uint64_t staging_bytes_of(uint32_t ranks) {
   return ranks > kMaxExactWorld ? kMaxStagingBytes : kMaxStagingBytes / 2;

@@ -21,7 +21,7 @@ struct Check {
   Values after;
 };
 
-constexpr uint32_t kLane = 37;  // whose vector registers are compared
+constexpr uint32_t kLane = 37;            // whose vector registers are compared
 constexpr uint64_t kExec = 0x2000000005;  // lanes 0, 2 and 37
 
 const Check kChecks[] = {

@@ -216,7 +216,8 @@ void check_scope(const Instruction& in) {
   const AccessKind& access = in.opcode->access;
   if (access.space != AccessKind::Space::kGlobal || access.what == What::kModify) return;
   const bool wants_scope = access.what == What::kWriteBack || access.what == What::kInvalidate;
-  if (in.sc0 != in.sc1 || (wants_scope && !in.sc0)) refuse("only accesses of no scope and of system scope are known", "");
+  if (in.sc0 != in.sc1 || (wants_scope && !in.sc0))
+    refuse("only accesses of no scope and of system scope are known", "");
 }
 
 }  // namespace
@@ -325,18 +326,27 @@ namespace {
 // Directives of a kernel whose value changes what its instructions do. All others are checked against this or are
 // without effect here.
 void check_directive(std::string_view name, int64_t value, Kernel& kernel) {
-  static const std::map<std::string_view, int64_t> kWanted = {
-      {"group_segment_fixed_size", 0},       {"private_segment_fixed_size", 0},
-      {"user_sgpr_count", 2},                {"user_sgpr_dispatch_ptr", 0},
-      {"user_sgpr_queue_ptr", 0},            {"user_sgpr_kernarg_segment_ptr", 1},
-      {"user_sgpr_dispatch_id", 0},          {"user_sgpr_kernarg_preload_length", 0},
-      {"user_sgpr_private_segment_size", 0}, {"enable_private_segment", 0},
-      {"system_sgpr_workgroup_id_x", 1},     {"system_sgpr_workgroup_id_y", 0},
-      {"system_sgpr_workgroup_id_z", 0},     {"system_sgpr_workgroup_info", 0},
-      {"system_vgpr_workitem_id", 0},        {"float_round_mode_32", 0},
-      {"float_round_mode_16_64", 0},         {"float_denorm_mode_32", 3},
-      {"float_denorm_mode_16_64", 3},        {"fp16_overflow", 0},
-      {"tg_split", 0}};
+  static const std::map<std::string_view, int64_t> kWanted = {{"group_segment_fixed_size", 0},
+                                                              {"private_segment_fixed_size", 0},
+                                                              {"user_sgpr_count", 2},
+                                                              {"user_sgpr_dispatch_ptr", 0},
+                                                              {"user_sgpr_queue_ptr", 0},
+                                                              {"user_sgpr_kernarg_segment_ptr", 1},
+                                                              {"user_sgpr_dispatch_id", 0},
+                                                              {"user_sgpr_kernarg_preload_length", 0},
+                                                              {"user_sgpr_private_segment_size", 0},
+                                                              {"enable_private_segment", 0},
+                                                              {"system_sgpr_workgroup_id_x", 1},
+                                                              {"system_sgpr_workgroup_id_y", 0},
+                                                              {"system_sgpr_workgroup_id_z", 0},
+                                                              {"system_sgpr_workgroup_info", 0},
+                                                              {"system_vgpr_workitem_id", 0},
+                                                              {"float_round_mode_32", 0},
+                                                              {"float_round_mode_16_64", 0},
+                                                              {"float_denorm_mode_32", 3},
+                                                              {"float_denorm_mode_16_64", 3},
+                                                              {"fp16_overflow", 0},
+                                                              {"tg_split", 0}};
   const auto wanted = kWanted.find(name);
   if (wanted != kWanted.end() && wanted->second != value) {
     refuse("only .amdhsa_" + std::string(name) + " " + std::to_string(wanted->second) + " is known, not",
@@ -364,7 +374,8 @@ void decode_kernel(Kernel& kernel, const std::vector<std::string_view>& lines, s
         int64_t value = 0;
         if (parts.size() == 2 && parse_integer(parts[1], value)) check_directive(parts[0], value, kernel);
       } else if (line.front() == '.') {
-        if (!is_one_of(split(line)[0], {".section", ".p2align", ".end_amdhsa_kernel"})) refuse("unknown directive", line);
+        if (!is_one_of(split(line)[0], {".section", ".p2align", ".end_amdhsa_kernel"}))
+          refuse("unknown directive", line);
       } else {
         std::vector<std::string> names;
         kernel.instructions.push_back(decode(line, number, names));

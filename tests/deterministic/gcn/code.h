@@ -1,8 +1,7 @@
 // Machine code of AMD GPUs (gfx942), read from the assembly text that clang writes with -S.
 //
-// Sources: "AMD Instinct MI300 Instruction Set Architecture" (AMD, 2023 and later) for what each instruction does, and
-// "User Guide for AMDGPU Backend" (LLVM) for the text, the code object's directives and metadata, the registers at the
-// start of a wave, and the memory model of gfx942.
+// Sources: "AMD Instinct MI300 Instruction Set Architecture" (AMD) says what each instruction does. "User Guide for
+// AMDGPU Backend" (LLVM) describes the text, directives, metadata, the first registers of a wave, and the memory model.
 //
 // Anything that this folder does not know is an error that names the line: an instruction, a modifier, an operand, a
 // directive with another value than these kernels have.
@@ -51,7 +50,7 @@ struct Formal {
   uint8_t registers;
 };
 
-// What an access does to memory.
+// Effect of an access on memory.
 struct AccessKind {
   enum class Space : uint8_t { kNone, kGlobal, kLocal, kScalar };
   enum class What : uint8_t { kLoad, kStore, kModify, kExchangeLanes, kReadClock, kWriteBack, kInvalidate };

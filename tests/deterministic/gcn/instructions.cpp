@@ -475,31 +475,24 @@ void add_scalar(Table& table) {
   table["s_addc_u32"] = scalar<[](bool& scc, uint32_t a, uint32_t b) { return total(scc, a, b); }>();
   table["s_sub_u32"] = scalar<[](bool& scc, uint32_t a, uint32_t b) { return scc = false, difference(scc, a, b); }>();
   table["s_subb_u32"] = scalar<[](bool& scc, uint32_t a, uint32_t b) { return difference(scc, a, b); }>();
-  table["s_add_i32"] =
-      scalar<[](bool& scc, int32_t a, int32_t b) { return with_overflow(scc, int64_t{a} + b); }>();
-  table["s_sub_i32"] =
-      scalar<[](bool& scc, int32_t a, int32_t b) { return with_overflow(scc, int64_t{a} - b); }>();
+  table["s_add_i32"] = scalar<[](bool& scc, int32_t a, int32_t b) { return with_overflow(scc, int64_t{a} + b); }>();
+  table["s_sub_i32"] = scalar<[](bool& scc, int32_t a, int32_t b) { return with_overflow(scc, int64_t{a} - b); }>();
   table["s_mul_i32"] = scalar<[](uint32_t a, uint32_t b) { return a * b; }>();
-  table["s_mul_hi_u32"] =
-      scalar<[](uint32_t a, uint32_t b) { return upper_half(uint64_t{a} * b); }>();
-  table["s_mul_hi_i32"] =
-      scalar<[](int32_t a, int32_t b) { return upper_half(int64_t{a} * b); }>();
+  table["s_mul_hi_u32"] = scalar<[](uint32_t a, uint32_t b) { return upper_half(uint64_t{a} * b); }>();
+  table["s_mul_hi_i32"] = scalar<[](int32_t a, int32_t b) { return upper_half(int64_t{a} * b); }>();
   table["s_min_u32"] = scalar<[](bool& scc, uint32_t a, uint32_t b) { return scc = a < b, scc ? a : b; }>();
   table["s_max_u32"] = scalar<[](bool& scc, uint32_t a, uint32_t b) { return scc = b < a, scc ? a : b; }>();
-  table["s_lshl1_add_u32"] = scalar<[](bool& scc, uint32_t a, uint32_t b) {
-    return scc = ~0u < (uint64_t{a} << 1) + b, (a << 1) + b;
-  }>();
-  table["s_lshl2_add_u32"] = scalar<[](bool& scc, uint32_t a, uint32_t b) {
-    return scc = ~0u < (uint64_t{a} << 2) + b, (a << 2) + b;
-  }>();
-  table["s_lshl3_add_u32"] = scalar<[](bool& scc, uint32_t a, uint32_t b) {
-    return scc = ~0u < (uint64_t{a} << 3) + b, (a << 3) + b;
-  }>();
-  table["s_lshl4_add_u32"] = scalar<[](bool& scc, uint32_t a, uint32_t b) {
-    return scc = ~0u < (uint64_t{a} << 4) + b, (a << 4) + b;
-  }>();
+  table["s_lshl1_add_u32"] =
+      scalar<[](bool& scc, uint32_t a, uint32_t b) { return scc = ~0u < (uint64_t{a} << 1) + b, (a << 1) + b; }>();
+  table["s_lshl2_add_u32"] =
+      scalar<[](bool& scc, uint32_t a, uint32_t b) { return scc = ~0u < (uint64_t{a} << 2) + b, (a << 2) + b; }>();
+  table["s_lshl3_add_u32"] =
+      scalar<[](bool& scc, uint32_t a, uint32_t b) { return scc = ~0u < (uint64_t{a} << 3) + b, (a << 3) + b; }>();
+  table["s_lshl4_add_u32"] =
+      scalar<[](bool& scc, uint32_t a, uint32_t b) { return scc = ~0u < (uint64_t{a} << 4) + b, (a << 4) + b; }>();
   table["s_mulk_i32"] = {[](Wave& w, const Instruction& in) {
-                           w.s[in.operand[0].reg] *= static_cast<uint32_t>(low_half(read<uint32_t>(w, in.operand[1], 0)));
+                           w.s[in.operand[0].reg] *=
+                               static_cast<uint32_t>(low_half(read<uint32_t>(w, in.operand[1], 0)));
                          },
                          {{'s', 1}, {'c', 1}}};
   table["s_and_saveexec_b64"] = save_exec<[](uint64_t a, uint64_t exec) { return a & exec; }>();
@@ -536,8 +529,7 @@ void add_vector(Table& table) {
   add_compares<int32_t>(table, "i32");
   add_compares<uint64_t>(table, "u64");
   add_compares<int64_t>(table, "i64");
-  table["v_cmp_o_f32"] =
-      compare<[](float a, float b) { return !std::isnan(a) && !std::isnan(b); }>();
+  table["v_cmp_o_f32"] = compare<[](float a, float b) { return !std::isnan(a) && !std::isnan(b); }>();
   table["v_mov_b32"] = vector<[](uint32_t a) { return a; }>();
   table["v_mov_b64"] = vector<[](uint64_t a) { return a; }>();
   table["v_not_b32"] = vector<[](uint32_t a) { return ~a; }>();
@@ -595,7 +587,8 @@ void add_vector(Table& table) {
     const uint64_t result = uint64_t{a} * b + addend;
     c = result < addend;
     return result;
-  }, false>();
+  },
+                                 false>();
 
   table["v_cndmask_b32"] = {select_by_mask, {{'v', 1}, {'x', 1}, {'x', 1}, {'s', 2}}};
   table["v_mbcnt_lo_u32_b32"] = {count_lanes_below<0>, {{'v', 1}, {'x', 1}, {'x', 1}}};
@@ -643,7 +636,8 @@ void add_memory(Table& table) {
     const bool is_global = name.substr(0, 6) == "global";
     std::vector<Formal> formals = {{'v', static_cast<uint8_t>(is_global ? 0 : 1)}, {'v', registers}};
     if (is_global) formals.push_back({'o', 2});
-    table[name] = {issue, formals,
+    table[name] = {issue,
+                   formals,
                    {is_global ? Space::kGlobal : Space::kLocal, What::kStore, bytes, false, takes_high, registers}};
   };
   for (const std::string width : {"dword", "dwordx2", "dwordx3", "dwordx4"}) {
@@ -691,10 +685,9 @@ void add_memory(Table& table) {
 
   for (const uint8_t registers : {1, 2, 4, 8, 16}) {
     const std::string width = registers == 1 ? "" : "x" + std::to_string(registers);
-    table["s_load_dword" + width] = {
-        issue,
-        {{'s', registers}, {'s', 2}, {'x', 1}},
-        {Space::kScalar, What::kLoad, static_cast<uint8_t>(4 * registers)}};
+    table["s_load_dword" + width] = {issue,
+                                     {{'s', registers}, {'s', 2}, {'x', 1}},
+                                     {Space::kScalar, What::kLoad, static_cast<uint8_t>(4 * registers)}};
   }
   table["s_memrealtime"] = {issue, {{'s', 2}}, {Space::kScalar, What::kReadClock, 8}};
   table["buffer_wbl2"] = {issue, {}, {Space::kGlobal, What::kWriteBack}};

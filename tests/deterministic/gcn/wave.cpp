@@ -97,8 +97,9 @@ void Wave::check_pending(const Instruction& in) {
 void Wave::count_pending(const Instruction& in, int change) {
   if (!in.has_result()) return;
   const Operand& to = in.operand[0];
-  auto* const counts = to.kind == Operand::Kind::kScalar ? pending_scalars_.data()
-                                                         : pending_vectors_[in.opcode->access.space != Space::kGlobal].data();
+  auto* const counts = to.kind == Operand::Kind::kScalar
+                           ? pending_scalars_.data()
+                           : pending_vectors_[in.opcode->access.space != Space::kGlobal].data();
   for (uint32_t i = 0; i < to.registers; ++i) counts[to.reg + i] = static_cast<uint8_t>(counts[to.reg + i] + change);
   pending_ += static_cast<uint32_t>(change);
 }
@@ -259,9 +260,8 @@ void Wave::carry_out_global(const Access& access, uint32_t lane) {
     }
     return;
   }
-  // The model of memory knows words of 4 bytes. To store a part of one is a load and a store here, so no other thread
-  // may store to the same word meanwhile: in modelled memory, kernels store parts of words only at the ends of a
-  // message, which one thread writes.
+  // The model of memory knows words of 4 bytes. A store to a part of a word is a load and a store here. No other thread
+  // may store to the word meanwhile: in modelled memory, one thread writes all parts of a word.
   const uint32_t byte = is_modelled ? access.address[lane] % 4 : 0;
   const uint32_t bytes = is_modelled ? 4 : kind.bytes;
   uint32_t word = 0;
