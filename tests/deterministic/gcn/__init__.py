@@ -91,6 +91,12 @@ def _wait_ahead_of_write_back(match: re.Match[str]) -> str:
     return f"\ts_waitcnt vmcnt(0) lgkmcnt(0)\n\tbuffer_wbl2 sc0 sc1\n{rest}"
 
 
+def _invalidate_ahead_of_load(text: str) -> str:
+    """Invalidate the caches before each load of a signal, and not after it."""
+    without = _replace(r"\tbuffer_inv sc0 sc1\n", "")(text)
+    return _replace(r"(\tglobal_load_dwordx2 .*off sc0 sc1\n)", r"\tbuffer_inv sc0 sc1\n\1")(without)
+
+
 def _swap_ranks(text: str) -> str:
     """Swap the second and the third of the values that a thread adds to those of rank 0 and 1."""
     waited = re.sub(r"s_waitcnt lgkmcnt\(\d+\)", "s_waitcnt lgkmcnt(0)", text)
@@ -148,12 +154,7 @@ FAULTS: Sequence[Fault] = (
     ),
     Fault("no_wait_before_barrier", "two_shot_hb", _replace(_ASSEMBLY_OF_BLOCK_SYNC, ""), _WRONG),
     Fault("no_invalidate", "two_shot_hb", _replace(r"\tbuffer_inv sc0 sc1\n", ""), _WRONG),
-    Fault(
-        "no_wait_before_invalidate",
-        "two_shot_hb",
-        _replace(r"\ts_waitcnt vmcnt\(0\)\n(\tbuffer_inv sc0 sc1\n)", r"\1"),
-        _WRONG,
-    ),
+    Fault("invalidate_ahead_of_the_load", "two_shot_hb", _invalidate_ahead_of_load, _WRONG),
     Fault(
         "signal_is_loaded_through_the_caches",
         "two_shot_hb",

@@ -452,7 +452,17 @@ void add_scalar(Table& table) {
   add_scalar_compares<int32_t>(table, "i32");
   table["s_cmp_eq_u64"] = scalar<[](bool& scc, uint64_t a, uint64_t b) { scc = a == b; }>();
   table["s_cmp_lg_u64"] = scalar<[](bool& scc, uint64_t a, uint64_t b) { scc = a != b; }>();
+  table["s_cmpk_eq_u32"] = scalar<[](bool& scc, uint32_t a, uint32_t b) { scc = a == (b & 0xFFFF); }>();
+  table["s_cmpk_lg_u32"] = scalar<[](bool& scc, uint32_t a, uint32_t b) { scc = a != (b & 0xFFFF); }>();
   table["s_cmpk_lt_u32"] = scalar<[](bool& scc, uint32_t a, uint32_t b) { scc = a < (b & 0xFFFF); }>();
+  table["s_cmpk_gt_u32"] = scalar<[](bool& scc, uint32_t a, uint32_t b) { scc = (b & 0xFFFF) < a; }>();
+  table["s_cmpk_eq_i32"] = scalar<[](bool& scc, int32_t a, uint32_t b) { scc = a == low_half(b); }>();
+  table["s_cmpk_lg_i32"] = scalar<[](bool& scc, int32_t a, uint32_t b) { scc = a != low_half(b); }>();
+  table["s_cmpk_lt_i32"] = scalar<[](bool& scc, int32_t a, uint32_t b) { scc = a < low_half(b); }>();
+  table["s_cmpk_gt_i32"] = scalar<[](bool& scc, int32_t a, uint32_t b) { scc = low_half(b) < a; }>();
+  table["s_bitcmp0_b32"] = scalar<[](bool& scc, uint32_t a, uint32_t b) { scc = field(a, b, 1) == 0; }>();
+  table["s_bitcmp1_b32"] = scalar<[](bool& scc, uint32_t a, uint32_t b) { scc = field(a, b, 1) == 1; }>();
+  table["s_brev_b32"] = scalar<[](uint32_t a) { return reversed(a); }>();
   add_scalar_logic<uint32_t>(table, "b32");
   add_scalar_logic<uint64_t>(table, "b64");
   table["s_movk_i32"] = scalar<[](uint32_t a) { return low_half(a); }>();
@@ -558,6 +568,8 @@ void add_vector(Table& table) {
   table["v_lshl_or_b32"] = vector<[](uint32_t a, uint32_t b, uint32_t c) { return a << (b & 31) | c; }>();
   table["v_lshl_add_u32"] = vector<[](uint32_t a, uint32_t b, uint32_t c) { return (a << (b & 31)) + c; }>();
   table["v_lshl_add_u64"] = vector<[](uint64_t a, uint32_t b, uint64_t c) { return (a << (b & 7)) + c; }>();
+  table["v_add_lshl_u32"] = vector<[](uint32_t a, uint32_t b, uint32_t c) { return (a + b) << (c & 31); }>();
+  table["v_bfi_b32"] = vector<[](uint32_t a, uint32_t b, uint32_t c) { return (a & b) | (~a & c); }>();
   table["v_max3_u32"] = vector<[](uint32_t a, uint32_t b, uint32_t c) { return std::max(std::max(a, b), c); }>();
   table["v_bfe_u32"] = vector<[](uint32_t a, uint32_t b, uint32_t c) { return field(a, b, c); }>();
   table["v_bfe_i32"] = vector<[](uint32_t a, uint32_t b, uint32_t c) { return signed_field(a, b, c); }>();
@@ -677,6 +689,8 @@ void add_memory(Table& table) {
   modify("cmpswap", 4, 2, swapped_if_equal);
   table["ds_add_u32"] = {
       issue, {{'v', 1}, {'v', 1}}, {Space::kLocal, What::kModify, 4, false, false, 1, added<uint32_t>}};
+  table["ds_add_u64"] = {
+      issue, {{'v', 1}, {'v', 2}}, {Space::kLocal, What::kModify, 8, false, false, 2, added<uint64_t>}};
   table["ds_or_b32"] = {issue, {{'v', 1}, {'v', 1}}, {Space::kLocal, What::kModify, 4, false, false, 1, or_ed}};
   table["ds_add_rtn_u64"] = {
       issue, {{'v', 2}, {'v', 1}, {'v', 2}}, {Space::kLocal, What::kModify, 8, false, false, 2, added<uint64_t>}};
