@@ -17,6 +17,7 @@ struct LaunchConfig {
   uint32_t threads;  // per block
   size_t shared_bytes;
   uint32_t cluster_blocks = 1;  // neighbouring blocks that run at once and access each other's shared memory
+  uint32_t fiber_threads = 1;   // neighbouring threads that one fiber runs (deterministic driver only): 1, or a warp's
 };
 
 // Driver "processes": every rank is a process with one Executor. Threads that wait for another rank yield to the

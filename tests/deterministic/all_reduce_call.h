@@ -21,6 +21,8 @@ inline Tiling draw_tiling_in_tiles(const Problem& problem, Random& random) {
   Tiling tiling{};
   tiling.blocks = random.between(1, 3);
   tiling.tile_lines = 1u << random.below(problem.world > 4 ? 2 : 3);
+  // Machine code of AMD's GPUs: blocks of several waves.
+  if (kWarpThreads == 64 && random.chance(64)) tiling.tile_lines = floor_power_of_two(2 * kWarpThreads / problem.world);
   tiling.cluster = 1;
   tiling.depth = random.below(3);
   const auto count = static_cast<uint32_t>(problem.count);

@@ -21,6 +21,7 @@ struct Cells {
   Line* line;
   uint32_t* seen;
   MulticastAddress all;  // x, of every rank
+  Machine* machine;
 
   MulticastAddress all_lines() const { return {all.all, all.each, all.count, 128}; }
   uint32_t* x_of(uint32_t rank) const { return reinterpret_cast<uint32_t*>(all.each[rank]); }
@@ -62,7 +63,8 @@ uint32_t count(const Litmus& litmus) {
                       reinterpret_cast<uint32_t*>(home + 64),
                       reinterpret_cast<Line*>(home + 128),
                       seen.data(),
-                      {home, each, ranks, 0}};
+                      {home, each, ranks, 0},
+                      &machine};
     for (uint32_t rank = 0; rank < ranks; ++rank) {
       for (const Kernel& kernel : litmus.streams[rank]) {
         machine.launch(rank, {1, 1, 0}, [&] { grid_dependency_wait(), kernel(cells); }, true);
@@ -83,6 +85,13 @@ const Kernel kAcquireAndLoad = [](const Cells& c) { c.seen[0] = load_acquire(c.y
 const Kernel kStoreFenceStore = [](const Cells& c) { store_relaxed(c.x, 1u), fence_system(), store_relaxed(c.y, 1u); };
 const Kernel kLoadFenceLoad = [](const Cells& c) {
   c.seen[0] = load_relaxed(c.y), fence_system(), c.seen[1] = load_relaxed(c.x);
+};
+// Fences of one direction each.
+const Kernel kStoreReleaseStore = [](const Cells& c) {
+  store_relaxed(c.x, 1u), c.machine->end_release(c.machine->begin_release()), store_relaxed(c.y, 1u);
+};
+const Kernel kLoadAcquireLoad = [](const Cells& c) {
+  c.seen[0] = load_relaxed(c.y), c.machine->acquire(), c.seen[1] = load_relaxed(c.x);
 };
 // The end of the grid would perform the stores.
 const Kernel kStoreBothAndLinger = [](const Cells& c) {
@@ -135,6 +144,30 @@ const Litmus kLitmus[] = {
     {"the same with an acquire only", {{kStoreBoth}, {kAcquireAndLoad}}, flag_without_data, true},
     {"the same with release and acquire", {{kStoreAndRelease}, {kAcquireAndLoad}}, flag_without_data, false},
     {"the same with fences", {{kStoreFenceStore}, {kLoadFenceLoad}}, flag_without_data, false},
+    {"the same with fences of one direction", {{kStoreReleaseStore}, {kLoadAcquireLoad}}, flag_without_data, false},
+    {"the same with the first of them only", {{kStoreReleaseStore}, {kLoadBoth}}, flag_without_data, true},
+    {"the same with the second of them only", {{kStoreBoth}, {kLoadAcquireLoad}}, flag_without_data, true},
+    {"the same with a release that ends behind the flag",
+     {{[](const Cells& c) {
+        store_relaxed(c.x, 1u);
+        const uint32_t snapshot = c.machine->begin_release();
+        store_relaxed(c.y, 1u), c.machine->end_release(snapshot);
+      }},
+      {kLoadAcquireLoad}},
+     flag_without_data,
+     true},
+    {"the same with a release that begins before the data",
+     {{[](const Cells& c) {
+        const uint32_t snapshot = c.machine->begin_release();
+        store_relaxed(c.x, 1u), c.machine->end_release(snapshot), store_relaxed(c.y, 1u);
+      }},
+      {kLoadAcquireLoad}},
+     flag_without_data,
+     true},
+    {"the same with an acquire before the flag is loaded",
+     {{kStoreReleaseStore}, {[](const Cells& c) { c.machine->acquire(), kLoadBoth(c); }}},
+     flag_without_data,
+     true},
     {"coherence: newer, then older, of one word",
      {{kStoreX}, {[](const Cells& c) { c.seen[0] = load_relaxed(c.x), c.seen[1] = load_relaxed(c.x); }}},
      flag_without_data,

@@ -3,7 +3,9 @@
 #include <cstdio>
 #include <cstdlib>
 #include <exception>
+#include <stdexcept>
 #include <string>
+#include <vector>
 
 #include "schedule.h"
 
@@ -11,7 +13,8 @@ namespace {
 
 constexpr const char* kUsage =
     "usage: deterministic [--seed N] [--cases N] [--seconds T] [--algorithm NAME] [--replay SEED] [--trace FILE]\n"
-    "                     [--alone] [--mishaps] [--unordered-grids] [--large] [--list]\n"
+    "                     [--alone] [--mishaps] [--unordered-grids] [--large] [--ranks N] [--list]\n"
+    "                     [--machine-code FILE]\n"
     "  --seed N          the first seed (1); schedule i has seed N + i\n"
     "  --cases N         how many schedules (1000)\n"
     "  --seconds T       as many schedules as fit into T seconds, instead of --cases\n"
@@ -22,6 +25,10 @@ constexpr const char* kUsage =
     "  --mishaps         in every schedule a rank dies or comes too late, not in some\n"
     "  --unordered-grids the end of a grid orders no stores beyond its own GPU (see weak_memory.h)\n"
     "  --large           worlds of 9, 12 and 16 ranks, in place of 2 to 8\n"
+    "  --ranks N         worlds of N ranks\n"
+    "  --machine-code FILE  kernels in assembly text for AMD's GPUs, which run in place of the emulated ones; may be "
+    "given\n"
+    "                    again. Needs a build with LLM_COMM_WARP_THREADS=64\n"
     "  --list            prints what schedules may be about\n";
 
 struct Arguments {
@@ -32,6 +39,7 @@ struct Arguments {
   bool list = false;
   const char* trace = nullptr;
   drill::Options options;
+  std::vector<std::string> machine_code;
 };
 
 bool parse(int argc, char** argv, Arguments& arguments) {
@@ -71,6 +79,11 @@ bool parse(int argc, char** argv, Arguments& arguments) {
       arguments.seed = std::strtoull(value, nullptr, 0);
       arguments.cases = 1;
       arguments.replay = true;
+    } else if (option == "--ranks") {
+      arguments.options.ranks = static_cast<uint32_t>(std::strtoul(value, nullptr, 0));
+      if (arguments.options.ranks < 2 || arguments.options.ranks > llm_comm::kMaxWorldSize) return false;
+    } else if (option == "--machine-code") {
+      arguments.machine_code.push_back(value);
     } else if (option == "--trace") {
       arguments.trace = value;
     } else {
@@ -85,11 +98,15 @@ void print_failure(const Arguments& arguments, const char* program, uint64_t see
   const auto number = static_cast<unsigned long long>(seed);
   std::printf("FAILED: seed %llu (schedule %llu of this run): %s\n  %s\n", number,
               static_cast<unsigned long long>(schedules), result.failure.c_str(), result.description.c_str());
-  const std::string& algorithm = arguments.options.algorithm;
-  std::printf("  replay: %s --replay %llu%s%s%s%s%s%s\n", program, number, algorithm.empty() ? "" : " --algorithm ",
-              algorithm.c_str(), arguments.options.alone ? " --alone" : "",
-              arguments.options.grid_end_performs ? "" : " --unordered-grids",
-              arguments.options.mishaps ? " --mishaps" : "", arguments.options.large ? " --large" : "");
+  std::string options;
+  if (!arguments.options.algorithm.empty()) options += " --algorithm " + arguments.options.algorithm;
+  if (arguments.options.alone) options += " --alone";
+  if (!arguments.options.grid_end_performs) options += " --unordered-grids";
+  if (arguments.options.mishaps) options += " --mishaps";
+  if (arguments.options.large) options += " --large";
+  if (arguments.options.ranks != 0) options += " --ranks " + std::to_string(arguments.options.ranks);
+  for (const std::string& path : arguments.machine_code) options += " --machine-code " + path;
+  std::printf("  replay: %s --replay %llu%s\n", program, number, options.c_str());
 }
 
 }  // namespace
@@ -103,6 +120,12 @@ int main(int argc, char** argv) try {
   if (arguments.list) {
     for (const std::string& name : drill::subject_names()) std::printf("%s\n", name.c_str());
     return 0;
+  }
+  gcn::MachineCode machine_code;
+  for (const std::string& path : arguments.machine_code) machine_code.add(path);
+  if (!arguments.machine_code.empty()) {
+    if (llm_comm::kWarpThreads != gcn::kLanes) throw std::invalid_argument("machine code has warps of 64 threads");
+    arguments.options.machine_code = &machine_code;
   }
   using Clock = std::chrono::steady_clock;
   const auto start = Clock::now();
@@ -135,6 +158,9 @@ int main(int argc, char** argv) try {
   if (!arguments.replay) {
     std::printf("%llu schedules, %llu steps, %.1f s: %s\n", static_cast<unsigned long long>(schedules),
                 static_cast<unsigned long long>(steps), elapsed(), failed ? "failed" : "as promised");
+    if (!arguments.machine_code.empty()) {
+      std::printf("%llu grids ran as machine code\n", static_cast<unsigned long long>(machine_code.launches));
+    }
     std::printf("mishaps after which nobody failed: %llu, some did: %llu, all but one at most: %llu\n", mishaps[1],
                 mishaps[2], mishaps[3]);
   }

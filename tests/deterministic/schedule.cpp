@@ -284,12 +284,14 @@ struct Script {
   bool alone;
   uint64_t first_operation;
   bool check_calls;
+  const gcn::MachineCode* machine_code;
   uint64_t machine_seed;
   Random calls;
 
   std::unique_ptr<Run> run(emulator::Machine& machine, const ScheduleParameters& parameters,
                            const std::optional<Mishap>& mishap) const {
-    std::unique_ptr<Run> run(new Run{World(machine, chosen.ranks, first_operation, check_calls), {}, Ending::kDone});
+    std::unique_ptr<Run> run(
+        new Run{World(machine, chosen.ranks, first_operation, check_calls, machine_code), {}, Ending::kDone});
     machine.reset(machine_seed, chosen.ranks, parameters);
     if (mishap && mishap->aborted) {
       machine.at(mishap->abort_time, [&world = run->world, rank = *mishap->aborted] { world.core(rank).abort(); });
@@ -330,13 +332,16 @@ MishapOutcome outcome(World& world) {
 }  // namespace
 
 Result run_schedule(emulator::Machine& machine, uint64_t seed, const Options& options) {
-  const Case chosen = choose_case(seed, options.algorithm, options.large ? kLargeWorlds : kSmallWorlds);
+  const std::vector<uint32_t> only = {options.ranks};
+  const std::vector<uint32_t>& worlds = options.ranks != 0 ? only : options.large ? kLargeWorlds : kSmallWorlds;
+  const Case chosen = choose_case(seed, options.algorithm, worlds);
   Random random(seed);
   ScheduleParameters parameters = schedules::draw_schedule_parameters(chosen.ranks, random);
   parameters.memory.grid_end_performs = options.grid_end_performs;
   const uint64_t first_operation = draw_first_operation(random);
   const bool check_calls = random.chance(48);
-  const Script script{chosen, options.alone, first_operation, check_calls, random.next(), Random(random.next())};
+  const Script script{chosen,        options.alone,        first_operation, check_calls, options.machine_code,
+                      random.next(), Random(random.next())};
 
   Result result{};
   result.description = std::to_string(chosen.ranks) + " ranks";

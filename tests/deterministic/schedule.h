@@ -5,6 +5,7 @@
 #include <vector>
 
 #include "emulator/deterministic/machine.h"
+#include "gcn/code.h"
 
 namespace drill {
 
@@ -19,6 +20,10 @@ struct Options {
   bool large = false;
   // In every schedule a rank dies or comes too late, not in some.
   bool mishaps = false;
+  // Ranks of every schedule; 0: the seed draws them.
+  uint32_t ranks = 0;
+  // Kernels that run as machine code in place of the emulated ones.
+  const gcn::MachineCode* machine_code = nullptr;
 };
 
 // What a mishap led to. `kAllFailed`: all ranks but one at most.

@@ -47,6 +47,10 @@ Tiling draw_tiling(uint32_t number, const Problem& problem, Random& random, uint
       if (name == "blocks") choice.blocks = value;
       if (name == "threads") choice.threads = value;
       if (name == "tile_lines") choice.tile_lines = tile_lines != 0 ? tile_lines : value;
+      // Machine code of AMD's GPUs: blocks of several waves. HB algorithms have them from a wave of lines on.
+      if (name == "tile_lines" && tile_lines == 0 && kWarpThreads == 64 && random.chance(64)) {
+        choice.tile_lines = std::clamp(kWarpThreads, tunable.min, tunable.max);
+      }
       if (name == "cluster") choice.cluster = value;
       if (name == "depth") choice.depth = value;
     }

@@ -1,5 +1,7 @@
 #include "world.h"
 
+#include <dlfcn.h>
+
 #include <algorithm>
 #include <cstring>
 #include <deque>
@@ -7,6 +9,7 @@
 #include <stdexcept>
 #include <utility>
 
+#include "gcn/wave.h"
 #include "host/core_impl.h"
 #include "schedules/port_actor.h"
 
@@ -68,7 +71,8 @@ class StreamLauncher {
   template <class Args>
   using Function = void (*)(Args);
 
-  StreamLauncher(emulator::Machine& machine, uint32_t rank) : machine_(&machine), rank_(rank) {}
+  StreamLauncher(emulator::Machine& machine, uint32_t rank, const gcn::MachineCode* machine_code)
+      : machine_(&machine), rank_(rank), machine_code_(machine_code) {}
 
   template <class Args>
   Function<Args> function(void (*kernel)(Args)) const {
@@ -81,7 +85,15 @@ class StreamLauncher {
   void leave_to_graphs() {}
   template <class Args>
   bool launch(Function<Args> kernel, const Args& args, const Grid& grid, uint64_t) {
-    machine_->launch(rank_, config_of(grid), [=] { kernel(args); }, true);
+    emulator::LaunchConfig config = config_of(grid);
+    std::function<void()> job = [=] { kernel(args); };
+    const gcn::Kernel* const code = machine_code_of(reinterpret_cast<const void*>(kernel));
+    if (code != nullptr) {
+      config.fiber_threads = gcn::kLanes;
+      job =
+          gcn::job_of(*machine_, *code, config, &args, sizeof(args), kHeaderBytes, kHeaderBytes + kSlots * kSlotBytes);
+    }
+    machine_->launch(rank_, config, std::move(job), code == nullptr);  // grids of AMD's GPUs never overlap
     if (!side_copies_.empty()) enqueue_some();
     return false;
   }
@@ -168,8 +180,16 @@ class StreamLauncher {
     return {grid.blocks, grid.threads, grid.shared_bytes, grid.cluster_blocks};
   }
 
+  // The machine code of an emulated kernel, if a file has it.
+  const gcn::Kernel* machine_code_of(const void* kernel) const {
+    Dl_info found{};
+    if (machine_code_ == nullptr || dladdr(kernel, &found) == 0 || found.dli_saddr != kernel) return nullptr;
+    return machine_code_->find(found.dli_sname);
+  }
+
   emulator::Machine* machine_;
   uint32_t rank_;
+  const gcn::MachineCode* machine_code_;
   std::deque<std::vector<host::Copy>> side_copies_;  // that have not been put among the launches
 };
 
@@ -181,7 +201,8 @@ struct World::Member {
   uint64_t symmetric_bytes = 0;  // that have been taken
 };
 
-World::World(emulator::Machine& machine, uint32_t ranks, uint64_t first_operation, bool check_calls)
+World::World(emulator::Machine& machine, uint32_t ranks, uint64_t first_operation, bool check_calls,
+             const gcn::MachineCode* machine_code)
     : machine_(machine), first_operation_(first_operation) {
   for (uint32_t rank = 0; rank < ranks; ++rank) {
     const host::CoreOptions options{static_cast<int>(rank),
@@ -192,10 +213,11 @@ World::World(emulator::Machine& machine, uint32_t ranks, uint64_t first_operatio
                                     check_calls,
                                     staging_bytes_of(ranks)};
     char* const ring = machine.memory().of_rank(rank) + kRingOffset;
-    members_.emplace_back(new Member{{options, RankMemory(machine.memory(), rank), StreamLauncher(machine, rank),
-                                      std::make_unique<schedules::PortActor>(machine, rank, ring)},
-                                     {},
-                                     0});
+    members_.emplace_back(
+        new Member{{options, RankMemory(machine.memory(), rank), StreamLauncher(machine, rank, machine_code),
+                    std::make_unique<schedules::PortActor>(machine, rank, ring)},
+                   {},
+                   0});
     host::Core& own = core(rank);
     own.create_workspace(host::Sharing::kDescriptor);
     CommState state{};

@@ -6,6 +6,7 @@
 
 #include "channel_memory.cuh"
 #include "emulator/deterministic/machine.h"
+#include "gcn/code.h"
 #include "host/core.h"
 #include "host/order_of_operations.h"
 #include "llm_comm/operation.cuh"
@@ -16,7 +17,8 @@ using namespace llm_comm;  // NOLINT: a test of its kernels
 
 inline constexpr uint64_t kSlotBytes = 32 * 1024;
 // Behind the workspace: memory of the channels that message_passing.cuh drives.
-inline constexpr uint64_t kMaxStagingBytes = 64 * 1024;
+inline constexpr uint64_t kMaxStagingBytes =
+    2 * 1024 * kWarpThreads;  // chunks of quantized algorithms are warps of lines
 // The buffers of 16 senders take more.
 constexpr uint64_t staging_bytes_of(uint32_t ranks) {
   return ranks > kMaxExactWorld ? kMaxStagingBytes : kMaxStagingBytes / 2;
@@ -32,7 +34,9 @@ inline constexpr uint64_t kTimeoutNs = 4'000'000;
 class World {
  public:
   // `first_operation`: where the operations' numbers start. `check_calls`: the ranks compare each call before it.
-  World(emulator::Machine& machine, uint32_t ranks, uint64_t first_operation, bool check_calls);
+  // `machine_code`: kernels that run as machine code in place of the emulated ones; nullptr: none.
+  World(emulator::Machine& machine, uint32_t ranks, uint64_t first_operation, bool check_calls,
+        const gcn::MachineCode* machine_code);
   ~World();
 
   uint32_t ranks() const { return static_cast<uint32_t>(members_.size()); }

@@ -15,6 +15,8 @@ void Machine::activate(Machine* machine) { active = machine; }
 
 Machine::Thread& Machine::running() const { return static_cast<Thread&>(*running_thread()); }
 
+ThreadMemory& Machine::running_memory() const { return running().memory; }
+
 void Machine::access_begins(Thread& thread) {
   Rank& rank = ranks_[thread.rank()];
   ++rank.accesses;

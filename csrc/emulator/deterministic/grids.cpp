@@ -86,7 +86,7 @@ void Machine::start_clusters(Grid& grid) {
 void Machine::start_threads(Block& block) {
   Grid& grid = *block.grid;
   const LaunchConfig& config = grid.launch.config;
-  for (uint32_t i = 0; i < config.threads; ++i) {
+  for (uint32_t i = 0; i < config.threads; i += config.fiber_threads) {
     if (idle_.empty()) {
       threads_.push_back(std::make_unique<Thread>());
       idle_.push_back(threads_.back().get());
@@ -101,6 +101,7 @@ void Machine::start_threads(Block& block) {
     thread.priority = random_.next();
     thread.list = nullptr;
     block.threads.push_back(&thread);
+    busy_threads_ += config.fiber_threads;
     move_to(thread, &ranks_[grid.rank].runnable);
   }
 }
@@ -157,6 +158,7 @@ void Machine::end_thread(Thread& thread) {
     memory_.join_into_view(ended->memory.thread, block.view);
     memory_.free_view(ended->memory.thread);
     idle_.push_back(ended);
+    busy_threads_ -= grid.launch.config.fiber_threads;
   }
   block.threads.clear();  // other blocks reuse them, possibly while this block's cluster still runs
   std::fill(block.shared.begin(), block.shared.end(), Line{{kOfNobody, kOfNobody, kOfNobody, kOfNobody}});

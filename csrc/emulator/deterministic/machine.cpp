@@ -36,7 +36,7 @@ void Machine::reset(uint64_t seed, uint32_t ranks, const ScheduleParameters& par
   events_ = {};
   host_actions_.clear();
   watches_.clear();
-  event_count_ = now_ = turns_ = quiet_turns_ = fingerprint_ = 0;
+  event_count_ = now_ = turns_ = quiet_turns_ = fingerprint_ = busy_threads_ = 0;
 }
 
 void Machine::at(uint64_t time, std::function<void()> action) {
@@ -223,7 +223,7 @@ bool Machine::let_time_pass() {
   return true;
 }
 
-bool Machine::is_quiet() const { return quiet_turns_ > 2 * (threads_.size() - idle_.size()); }
+bool Machine::is_quiet() const { return quiet_turns_ > 2 * busy_threads_; }
 
 void Machine::poll_all() {
   std::vector<Thread*> all;

@@ -117,6 +117,10 @@ class Machine {
   void private_access();
   void fence();
   void fence_aliases();
+  // Fences of hardware that has one for each direction (WeakMemory).
+  void acquire() { memory_.acquire(running_memory()); }
+  uint32_t begin_release() { return memory_.begin_release(running_memory()); }
+  void end_release(uint32_t snapshot) { WeakMemory::end_release(running_memory(), snapshot); }
   void trigger_dependents();
   void wait_for_prerequisites();
 
@@ -144,6 +148,7 @@ class Machine {
   // Sets the machine whose threads call the platform header; nullptr: none.
   static void activate(Machine* machine);
   Thread& running() const;
+  ThreadMemory& running_memory() const;
   bool is_frozen(const Rank& rank) const;
   bool is_unfinished() const;
   void access_begins(Thread& thread);
@@ -181,6 +186,7 @@ class Machine {
   std::vector<Rank> ranks_;
   std::vector<std::unique_ptr<Thread>> threads_;  // all threads, idle ones included
   std::vector<Thread*> idle_;
+  uint64_t busy_threads_ = 0;  // GPU threads of all fibers that are not idle
   std::priority_queue<Event, std::vector<Event>, std::greater<>> events_;
   std::vector<std::function<void()>> host_actions_;
   std::vector<Watch> watches_;

@@ -329,9 +329,13 @@ uint64_t WeakMemory::modify(ThreadMemory& thread, uint64_t now, void* address, u
   return newest.value;
 }
 
-void WeakMemory::fence(ThreadMemory& thread) {
+void WeakMemory::acquire(ThreadMemory& thread) {
   for (const uint32_t snapshot : thread.observed) join_snapshot(thread, snapshot);
   thread.observed.clear();
+}
+
+void WeakMemory::fence(ThreadMemory& thread) {
+  acquire(thread);
   join_snapshot(thread, last_fence_);
   last_fence_ = thread.fenced = take_snapshot(thread);
 }

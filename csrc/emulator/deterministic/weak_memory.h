@@ -11,7 +11,7 @@
 //   acquire
 // that reads such a store joins its view. A fence does the same for later relaxed stores, and for earlier relaxed loads
 // and read-modify-writes; weak accesses take no part. Fences are totally ordered, and each joins the view of the one
-// before (fence.sc).
+// before (fence.sc). Interpreted machine code has a fence for each direction instead: acquire() and release.
 // - A read-modify-write reads the newest store, and no store is ever placed between the two. It carries on the view
 //   attached
 // to the value that it read.
@@ -114,6 +114,12 @@ class WeakMemory {
   uint64_t modify(ThreadMemory& thread, uint64_t now, void* address, uint32_t bytes,
                   uint64_t (*update)(uint64_t, const void*), const void* arguments, Alias alias);
   void fence(ThreadMemory& thread);
+  // Halves of a fence, without the total order of fences. An acquire joins what earlier relaxed loads and
+  // read-modify-writes carry. A release takes a snapshot when it begins; later relaxed stores carry the snapshot once the
+  // release has ended.
+  void acquire(ThreadMemory& thread);
+  uint32_t begin_release(const ThreadMemory& thread) { return take_snapshot(thread); }
+  static void end_release(ThreadMemory& thread, uint32_t snapshot) { thread.fenced = snapshot; }
   void fence_aliases(ThreadMemory& thread, uint64_t now);
 
   ViewId new_view();

@@ -273,8 +273,13 @@ LLM_COMM_DEVICE uint32_t count_up(uint32_t* address, uint32_t last) {
   return __builtin_amdgcn_atomic_inc32(amdgcn::global(address), last, __ATOMIC_RELAXED, "agent");
 }
 
-// About one millisecond of polls. Bounds how much longer than its time-out a wait may last.
+// About one millisecond of polls. Bounds how much longer than its time-out a wait may last. Schedules of tests, whose
+// polls are few and slow, compile their own number.
+#if defined(LLM_COMM_POLLS_PER_CHECK)
+inline constexpr uint32_t kPollsPerCheck = LLM_COMM_POLLS_PER_CHECK;
+#else
 inline constexpr uint32_t kPollsPerCheck = 1024;
+#endif
 
 // A counter of 100 MHz on all GPUs of these architectures.
 LLM_COMM_DEVICE uint64_t clock_ns() { return __builtin_readsteadycounter() * 10; }

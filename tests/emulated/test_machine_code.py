@@ -1,0 +1,102 @@
+"""Machine code of AMD GPUs, interpreted by the deterministic driver: bit for bit the results of the emulator."""
+
+from __future__ import annotations
+
+import re
+import shutil
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+
+sys.path.append(str(Path(__file__).parents[1] / "deterministic"))
+
+import driver
+import gcn
+
+pytestmark = [
+    pytest.mark.long,
+    pytest.mark.skipif(shutil.which("g++") is None or shutil.which("cmake") is None, reason="needs g++ and cmake"),
+    pytest.mark.timeout(1800),  # minutes of compilation, beside other tests
+]
+
+#: Classes of the registry by the name of an algorithm of all-reduce.
+CLASSES = {"one_shot": "AllReduceOneShot", "two_shot": "AllReduceTwoShot", "two_shot_hb": "AllReduceTwoShotHB"}
+#: Schedules of each kernel and number of ranks, of at least one message each: of `make test`, and of `make nightly`.
+SCHEDULES, MORE_SCHEDULES = 50, 1000
+#: Schedules of warps of 64 threads without machine code.
+EMULATED_SCHEDULES = 300
+#: Schedules within which a planted fault is noticed.
+BUDGET = 1000
+
+
+@pytest.fixture(scope="module")
+def programs() -> Path:
+    return driver.build(gcn.BUILD, options=gcn.OPTIONS)
+
+
+@pytest.fixture(scope="module")
+def files(programs: Path) -> dict[str, Path]:
+    """Assembly text by algorithm."""
+    python = gcn.compiler()
+    if python is None:
+        pytest.skip(f"no compiler for AMD GPUs: set {gcn.PYTHON_VARIABLE} to a Python with the package ziglang")
+    with ThreadPoolExecutor(2) as pool:
+        compiled = pool.map(lambda name: gcn.assembly(python, CLASSES[name], programs), CLASSES)
+        return dict(zip(CLASSES, compiled, strict=True))
+
+
+def test_instructions(programs: Path) -> None:
+    """Single instructions give known values, and unknown ones are refused."""
+    done = driver.run(programs / "gcn_check")
+    assert done.returncode == 0, done.stdout
+
+
+def test_emulated_kernels_with_warps_of_64_threads(programs: Path) -> None:
+    done = driver.run(programs / driver.PROGRAM, "--cases", EMULATED_SCHEDULES)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+@pytest.mark.parametrize("schedules", [SCHEDULES, pytest.param(MORE_SCHEDULES, marks=pytest.mark.nightly)])
+@pytest.mark.parametrize("ranks", [2, 4, 8])
+@pytest.mark.parametrize("algorithm", CLASSES)
+def test_machine_code(programs: Path, files: dict[str, Path], algorithm: str, ranks: int, schedules: int) -> None:
+    """Random messages, all of whose grids run as machine code."""
+    subject = ("--algorithm", f"all_reduce/{algorithm}", "--ranks", ranks, "--alone", "--cases", schedules)
+    done = driver.run(programs / driver.PROGRAM, *subject, "--machine-code", files[algorithm])
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert f"{schedules} schedules" in done.stdout
+    assert " 0 grids ran as machine code" not in f" {done.stdout}"
+
+
+@pytest.mark.nightly
+def test_machine_code_beside_emulated_kernels(programs: Path, files: dict[str, Path]) -> None:
+    """All algorithms and worlds; some grids of a schedule run as machine code and others do not."""
+    arguments = [argument for file in files.values() for argument in ("--machine-code", file)]
+    done = driver.run(programs / driver.PROGRAM, "--cases", MORE_SCHEDULES, *arguments)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+@pytest.mark.parametrize("fault", gcn.FAULTS, ids=lambda fault: f"{fault.name}:{fault.algorithm}")
+def test_a_planted_fault_is_noticed(programs: Path, files: dict[str, Path], fault: gcn.Fault, tmp_path: Path) -> None:
+    faulty = tmp_path / "faulty.s"
+    faulty.write_text(fault.plant(files[fault.algorithm].read_text(encoding="utf-8")), encoding="utf-8")
+    subject = ("--algorithm", f"all_reduce/{fault.algorithm}", "--alone", "--cases", BUDGET)
+    done = driver.run(programs / driver.PROGRAM, *subject, "--machine-code", faulty)
+    assert done.returncode == 1, done.stdout + done.stderr
+    first = next(line for line in done.stdout.splitlines() if line.startswith("FAILED"))
+    assert re.search(fault.failure, first), first
+
+
+def test_an_unknown_instruction_is_refused(programs: Path, files: dict[str, Path], tmp_path: Path) -> None:
+    """With its file and line."""
+    lines = files["one_shot"].read_text(encoding="utf-8").splitlines(keepends=True)
+    number = next(i for i, line in enumerate(lines) if "s_memrealtime" in line)
+    strange = tmp_path / "strange.s"
+    strange.write_text("".join([*lines[:number], "\tv_strange_b32 v0, v1\n", *lines[number:]]), encoding="utf-8")
+    done = driver.run(
+        programs / driver.PROGRAM, "--algorithm", "all_reduce/one_shot", "--cases", 500, "--machine-code", strange
+    )
+    assert done.returncode == 2, done.stdout + done.stderr
+    assert f"{strange}:{number + 1}: unknown instruction: v_strange_b32" in done.stderr
