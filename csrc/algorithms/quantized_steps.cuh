@@ -16,7 +16,7 @@ namespace llm_comm::inline LLM_COMM_TARGET {
 inline constexpr uint32_t kQuantizedChunkLines = kWarpThreads;
 // Lines of the buffer of a chunk of `lines` lines: half of them for codes, of one byte in place of two or four, and one
 // for the scales of each 32 lines. The scales of 32 lines of two-byte elements fill that line.
-LLM_COMM_HOST_DEVICE constexpr uint32_t lines_of_quantized_chunk(uint32_t lines) { return lines / 2 + lines / 32; }
+LLM_COMM_HOST_DEVICE constexpr uint32_t lines_of_quantized_chunk(uint32_t lines) { return lines / 32 * (32 / 2 + 1); }
 
 // Jobs of the teams of a block: what each does with chunk t of a slice. A slice is a view of lines, as in StepPipeline.
 template <DataType D, int World, Wire W, class Buffers = ChunkBuffers<World>>

@@ -56,6 +56,9 @@ def build(source: Path, directory: Path, options: Mapping[str, str], targets: It
 def assembly(descriptors: Iterable[str], arch: str = "gfx942", directory: Path = BUILD, flags: str = "") -> list[Path]:
     """Compile algorithms of the registry to assembly, and return the files.
 
+    Waits look at the clock as often as the emulator's, since schedules bound how long a wait may last. Else the machine
+    code is that of a build without tests.
+
     Args:
         descriptors: Their descriptors, such as ``"AllReduceOneShot"``; ``["all"]``: all that have kernels there.
         directory: Of the build.
@@ -66,7 +69,7 @@ def assembly(descriptors: Iterable[str], arch: str = "gfx942", directory: Path =
         "LLM_COMM_CUDA": "OFF",
         "LLM_COMM_PYTHON": "OFF",
         "LLM_COMM_HIP_COMPILER": ";".join(compiler()),
-        "LLM_COMM_HIP_FLAGS": flags,
+        "LLM_COMM_HIP_FLAGS": f"-DLLM_COMM_POLLS_PER_CHECK=4;{flags}",
     }
     targets = [f"hip_{arch}" if name == "all" else f"hip_{arch}_{name}" for name in descriptors]
     build(REPOSITORY, directory, options, targets)

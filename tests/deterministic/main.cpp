@@ -28,7 +28,7 @@ constexpr const char* kUsage =
     "  --ranks N         worlds of N ranks\n"
     "  --machine-code FILE  kernels in assembly text for AMD's GPUs, which run in place of the emulated ones; may be "
     "given\n"
-    "                    again. Needs a build with LLM_COMM_WARP_THREADS=64\n"
+    "                    again. Needs a build with LLM_COMM_LIKE_AMD\n"
     "  --list            prints what schedules may be about\n";
 
 struct Arguments {

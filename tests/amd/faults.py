@@ -1,61 +1,10 @@
-"""Machine code of AMD GPUs for the deterministic driver: compile kernels to assembly text, plant faults in the text.
-
-Run the code with ``deterministic --machine-code FILE``, built with ``OPTIONS``. See ``code.h``.
-"""
+"""Faults to plant in the machine code of AMD GPUs, in assembly text."""
 
 from __future__ import annotations
 
-import os
 import re
-import subprocess
-import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
-
-REPOSITORY = Path(__file__).resolve().parents[3]
-BUILD = REPOSITORY / "build" / "deterministic-64"
-#: CMake options of a driver that runs machine code: warps of 64 threads.
-OPTIONS = ("-DLLM_COMM_WARP_THREADS=64",)
-#: Environment variable that names a Python with the package ``ziglang``, whose clang compiles for AMD GPUs.
-PYTHON_VARIABLE = "LLM_COMM_ZIG_PYTHON"
-TARGET = "gfx942"
-#: Polls of a wait between two looks at the clock. The emulator's number: schedules bound how long a wait may last.
-POLLS_PER_CHECK = 4
-
-
-def compiler() -> Path | None:
-    """Return a Python that has the package ``ziglang``, or None."""
-    named = os.environ.get(PYTHON_VARIABLE)
-    for python in (REPOSITORY / "build" / "amd-env" / "bin" / "python", named and Path(named), Path(sys.executable)):
-        if python and python.exists():
-            found = subprocess.run([python, "-c", "import ziglang"], capture_output=True, check=False)
-            if found.returncode == 0:
-                return python
-    return None
-
-
-def assembly(python: Path, algorithm: str, build: Path = BUILD) -> Path:
-    """Compile the kernels of an algorithm, such as ``AllReduceOneShot``, to assembly text below ``build``.
-
-    ``build``: a build of the driver. Its generated sources name the kernels.
-    """
-    where = "import pathlib, ziglang; print(pathlib.Path(ziglang.__file__).parent / 'lib')"
-    resources = subprocess.run([python, "-c", where], capture_output=True, text=True, check=True).stdout.strip()
-    generated = build / "generated"
-    output = build / "gcn" / f"{algorithm}.s"
-    output.parent.mkdir(exist_ok=True)
-    command = [
-        *(python, "-m", "ziglang", "clang", "-resource-dir", resources, "-x", "hip", "-std=c++20"),
-        *(f"--offload-arch={TARGET}", "-nogpulib", "-nogpuinc", "--cuda-device-only", "-O3", "-ffp-contract=off"),
-        *("-Wall", "-Wextra", "-Werror", f"-DLLM_COMM_POLLS_PER_CHECK={POLLS_PER_CHECK}"),
-        *(f"-I{REPOSITORY / 'csrc'}", f"-I{REPOSITORY / 'csrc' / 'include'}", f"-I{generated}"),
-        *("-S", generated / "algorithms" / f"kernels_{algorithm}.cpp", "-o", output),
-    ]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    if done.returncode != 0:
-        raise RuntimeError(f"{' '.join(map(str, command))} failed:\n{done.stdout}\n{done.stderr}")
-    return output
 
 
 @dataclass(frozen=True)

@@ -3,21 +3,20 @@
 from __future__ import annotations
 
 import re
-import shutil
 import sys
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
+from faults import FAULTS, Fault
+from hip_build import BUILD, REPOSITORY, assembly, needs_compiler
 
-sys.path.append(str(Path(__file__).parents[1] / "deterministic"))
+sys.path.append(str(REPOSITORY / "tests" / "deterministic"))
 
 import driver
-import gcn
 
 pytestmark = [
+    needs_compiler,
     pytest.mark.long,
-    pytest.mark.skipif(shutil.which("g++") is None or shutil.which("cmake") is None, reason="needs g++ and cmake"),
     pytest.mark.timeout(1800),  # minutes of compilation, beside other tests
 ]
 
@@ -33,18 +32,14 @@ BUDGET = 1000
 
 @pytest.fixture(scope="module")
 def programs() -> Path:
-    return driver.build(gcn.BUILD, options=gcn.OPTIONS)
+    options = ("-DLLM_COMM_LIKE_AMD=ON", "-DLLM_COMM_OPTIMIZE_KERNELS=-O0")
+    return driver.build(BUILD.with_name("deterministic-amd"), options=options)
 
 
 @pytest.fixture(scope="module")
-def files(programs: Path) -> dict[str, Path]:
+def files() -> dict[str, Path]:
     """Assembly text by algorithm."""
-    python = gcn.compiler()
-    if python is None:
-        pytest.skip(f"no compiler for AMD GPUs: set {gcn.PYTHON_VARIABLE} to a Python with the package ziglang")
-    with ThreadPoolExecutor(2) as pool:
-        compiled = pool.map(lambda name: gcn.assembly(python, CLASSES[name], programs), CLASSES)
-        return dict(zip(CLASSES, compiled, strict=True))
+    return dict(zip(CLASSES, assembly(CLASSES.values()), strict=True))
 
 
 def test_instructions(programs: Path) -> None:
@@ -78,8 +73,8 @@ def test_machine_code_beside_emulated_kernels(programs: Path, files: dict[str, P
     assert done.returncode == 0, done.stdout + done.stderr
 
 
-@pytest.mark.parametrize("fault", gcn.FAULTS, ids=lambda fault: f"{fault.name}:{fault.algorithm}")
-def test_a_planted_fault_is_noticed(programs: Path, files: dict[str, Path], fault: gcn.Fault, tmp_path: Path) -> None:
+@pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: f"{fault.name}:{fault.algorithm}")
+def test_a_planted_fault_is_noticed(programs: Path, files: dict[str, Path], fault: Fault, tmp_path: Path) -> None:
     faulty = tmp_path / "faulty.s"
     faulty.write_text(fault.plant(files[fault.algorithm].read_text(encoding="utf-8")), encoding="utf-8")
     subject = ("--algorithm", f"all_reduce/{fault.algorithm}", "--alone", "--cases", BUDGET)
