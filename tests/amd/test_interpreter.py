@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import shutil
 import sys
 from pathlib import Path
 
@@ -13,6 +14,7 @@ from hip_build import BUILD, REPOSITORY, assembly, needs_compiler
 sys.path.append(str(REPOSITORY / "tests" / "deterministic"))
 
 import driver
+from edits import Edit
 
 pytestmark = [
     needs_compiler,
@@ -30,10 +32,17 @@ EMULATED_SCHEDULES = 300
 BUDGET = 1000
 
 
+#: Of the driver.
+OPTIONS = ("-DLLM_COMM_LIKE_AMD=ON", "-DLLM_COMM_OPTIMIZE_KERNELS=-O0")
+#: A line goes to the rank before its owner.
+WRONG_OWNER = Edit(
+    "csrc/algorithms/step_pipeline.cuh", "shard_of(ranks_.after(rank_, ++i))", "shard_of(ranks_.after(rank_, ++i + 1))"
+)
+
+
 @pytest.fixture(scope="module")
 def programs() -> Path:
-    options = ("-DLLM_COMM_LIKE_AMD=ON", "-DLLM_COMM_OPTIMIZE_KERNELS=-O0")
-    return driver.build(BUILD.with_name("deterministic-amd"), options=options)
+    return driver.build(BUILD.with_name("deterministic-amd"), options=OPTIONS)
 
 
 @pytest.fixture(scope="module")
@@ -82,6 +91,20 @@ def test_a_planted_fault_is_noticed(programs: Path, files: dict[str, Path], faul
     assert done.returncode == 1, done.stdout + done.stderr
     first = next(line for line in done.stdout.splitlines() if line.startswith("FAILED"))
     assert re.search(fault.failure, first), first
+
+
+@pytest.mark.nightly  # builds the driver once more
+def test_a_line_for_another_owner_is_noticed(tmp_path: Path) -> None:
+    """In the order of links: a line of each owner at a time."""
+    sources = tmp_path / "sources"
+    for tree in ("csrc", "cmake", "tests/deterministic", "tests/toy"):
+        shutil.copytree(REPOSITORY / tree, sources / tree)
+    edited = sources / WRONG_OWNER.file
+    edited.write_text(WRONG_OWNER.applied(edited.read_text(encoding="utf-8")), encoding="utf-8")
+    program = driver.build(tmp_path / "build", sources, OPTIONS) / driver.PROGRAM
+    done = driver.run(program, "--algorithm", "all_reduce/two_shot_hb", "--alone", "--cases", 100)
+    assert done.returncode == 1, done.stdout + done.stderr
+    assert "element" in done.stdout
 
 
 def test_an_unknown_instruction_is_refused(programs: Path, files: dict[str, Path], tmp_path: Path) -> None:
