@@ -29,17 +29,20 @@ help: ## List the commands
 demo: $(VENV)/.installed ## Tensor-parallel decoding through llm_comm, on GPUs or emulated ones (ARGS="--help")
 	$(VENV)/bin/llm-comm demo $(ARGS)
 
-test: $(VENV)/.installed build/amd-env/.installed ## All tests that need no GPU (ARGS="tests/unit -k two_shot")
-	PATH="$(abspath $(VENV))/bin:$$PATH" $(PY) -m pytest -m "$(TESTS)" -n $(JOBS) --dist loadfile --no-loadscope-reorder $(ARGS)
+RUN_TESTS = PATH="$(abspath $(VENV))/bin:$$PATH" $(PY) -m pytest -m "$(TESTS)" -n $(JOBS) --dist loadfile --no-loadscope-reorder
+
+test: $(VENV)/.installed ## All tests that need no GPU (ARGS="tests/unit -k two_shot")
+	@$(MAKE) --no-print-directory build/amd-env/.installed || echo "without a compiler for GPUs of AMD: tests/amd is skipped"
+	$(RUN_TESTS) $(ARGS)
 
 # One file of each operation; the ranks of all of them are the same processes.
 QUICK := tests/unit $(addprefix tests/emulated/test_,all_reduce.py fused.py all_gather.py reduce_scatter.py linear.py inputs.py)
 
 check: lint $(VENV)/.installed ## Before a commit: lint, unit tests, one file of emulated tests an operation (5 minutes)
-	$(MAKE) test ARGS="$(QUICK) $(ARGS)"
+	$(RUN_TESTS) $(QUICK) $(ARGS)
 
 check-amd: $(VENV)/.installed build/amd-env/.installed ## Kernels for GPUs of AMD: compiled, their machine code checked and interpreted
-	$(MAKE) test ARGS="tests/amd $(ARGS)"
+	$(RUN_TESTS) tests/amd $(ARGS)
 
 test-gpu: $(VENV)/.installed ## The tests that need a GPU, or several (ARGS="-k soak")
 	$(PY) -m pytest -m gpu $(ARGS)
@@ -154,11 +157,13 @@ $(VENV)/.dev: $(VENV)/.base pyproject.toml
 	$(call install,dev)
 	@touch $@
 
-# A clang for GPUs of AMD, and of triton's wheel the headers of HIP: nothing of it gets into $(VENV).
-build/amd-env/.installed: Makefile
+# A clang for GPUs of AMD, and of a wheel of triton (for any Python) the headers of HIP. Nothing of it gets into $(VENV).
+build/amd-env/.installed: tests/amd/requirements.txt
+	rm -rf build/amd-env
 	$(PYTHON) -m venv build/amd-env
-	build/amd-env/bin/python -m pip --disable-pip-version-check install --quiet ziglang==0.17.1
-	build/amd-env/bin/python -m pip --disable-pip-version-check download --quiet --no-deps -d build/amd-env/wheel triton==3.9.0
+	build/amd-env/bin/python -m pip --disable-pip-version-check install --quiet $$(grep ziglang $<)
+	build/amd-env/bin/python -m pip --disable-pip-version-check download --quiet --no-deps -d build/amd-env/wheel \
+	  --only-binary :all: --python-version 3.12 $$(grep triton $<)
 	build/amd-env/bin/python -c 'import glob, zipfile; wheel = zipfile.ZipFile(*glob.glob("build/amd-env/wheel/*")); \
 	  wheel.extractall("build/amd-env", [name for name in wheel.namelist() if name.startswith("triton/backends/amd/include/")])'
 	rm -r build/amd-env/wheel

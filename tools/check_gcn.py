@@ -18,6 +18,7 @@ from pathlib import Path
 
 #: What a finding says, by rule.
 RULES = {
+    "fences": "an HB kernel writes back or drops no caches (buffer_wbl2 sc0 sc1, buffer_inv sc0 sc1)",
     "release": "a write-back (buffer_wbl2) is not followed at once by a wait for all stores (vmcnt(0))",
     "barrier": "stores of the wave may be in flight at a barrier (no vmcnt(0) before s_barrier)",
     "acquire": "caches are dropped (buffer_inv) while loads may be in flight (no vmcnt(0) before it)",
@@ -37,7 +38,11 @@ _PAST_CACHES = re.compile(r"\bsc0 sc1\b")
 _BRANCH = re.compile(r"s_c?branch\w* (\.LBB\w+)")
 _REGISTERS = re.compile(r"\bv(?:(\d+)|\[(\d+):(\d+)\])")
 #: Kernels whose ranks exchange lines (line.cuh), by the names of algorithms.
-_LL = re.compile(r"\d(all_reduce|all_gather|reduce_scatter|all_to_all|all_reduce_add_rms_norm)_(one|two)_shotI")
+_LL = re.compile(
+    r"\d(all_reduce|all_gather|reduce_scatter|all_to_all|all_reduce_add_rms_norm)_(one|two)_shot(_pair|_by_lines)?I"
+)
+#: Kernels whose ranks exchange signals (hb_session.cuh).
+_HB = re.compile(r"\d\w+_hbI")
 
 
 @dataclass
@@ -117,10 +122,16 @@ def findings(kernel: Kernel) -> Iterator[tuple[int, str]]:
         in_flight = _STORE.match(line) or _LOAD.match(line)
         waited = bool(_WAITS_FOR_ALL.match(line)) or (waited and not in_flight and not line.endswith(":"))
     for loop in _poll_loops(kernel):
-        if not any(_LOAD.match(line) and _PAST_CACHES.search(line) for _, line in loop):
+        # Kernels of ports look up the memory of a peer in their loops, too.
+        polls = [_PAST_CACHES.search(line) is not None for _, line in loop if _LOAD.match(line)]
+        if not any(polls) or (is_ll and not all(polls)):
             yield loop[0][0], "poll"
         if any(line.startswith("scratch_") for _, line in loop):
             yield loop[0][0], "scratch"
+    if _HB.search(kernel.name):
+        instructions = {line for _, line in kernel.lines}
+        if not instructions >= {"buffer_wbl2 sc0 sc1", "buffer_inv sc0 sc1"}:
+            yield kernel.lines[0][0], "fences"
     if is_ll:
         stores = [line for _, line in kernel.lines if line.startswith("global_store_dwordx4")]
         if not any(_PAST_CACHES.search(line) for line in stores):

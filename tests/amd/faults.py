@@ -82,6 +82,18 @@ FAULTS: Sequence[Fault] = (
         _WRONG,
     ),
     Fault(
+        "lines_are_stored_to_caches",
+        "one_shot",
+        _replace(_STORE, lambda m: m[0].removesuffix(" sc0 sc1")),
+        "past the caches",
+    ),
+    Fault(
+        "lines_are_polled_in_caches",
+        "two_shot",
+        _replace(r"(\tglobal_load_dwordx2 .*) sc0 sc1\n", r"\1\n"),
+        "past the caches",
+    ),
+    Fault(
         "no_reset_of_a_line",
         "one_shot",
         _replace(

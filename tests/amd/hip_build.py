@@ -60,8 +60,8 @@ def assembly(descriptors: Iterable[str], arch: str = "gfx942", directory: Path =
     code is that of a build without tests.
 
     Args:
-        descriptors: Their descriptors, such as ``"AllReduceOneShot"``; ``["all"]``: all that have kernels there.
-        directory: Of the build.
+        descriptors: Descriptors of the algorithms, such as ``"AllReduceOneShot"``; ``["all"]`` for all with kernels.
+        directory: Build directory.
         flags: More flags of the compiler.
     """
     options = {

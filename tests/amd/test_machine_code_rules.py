@@ -10,14 +10,15 @@ from pathlib import Path
 from types import ModuleType
 
 import pytest
-from hip_build import BUILD, REPOSITORY, assembly, needs_compiler
+from hip_build import REPOSITORY, assembly, needs_compiler
 from tool_modules import tool
 
 sys.path.append(str(REPOSITORY / "tests" / "deterministic"))
 
 from edits import Edit
 
-pytestmark = needs_compiler
+#: Tests take turns in a build directory.
+pytestmark = [needs_compiler, pytest.mark.long, pytest.mark.timeout(1800)]
 
 PLATFORM = "csrc/include/llm_comm/platform_hip.cuh"
 #: One of each kind: LL and HB, sums and copies, one phase and two.
@@ -31,6 +32,10 @@ SAMPLE = (
 )
 #: Rule, algorithm, and what a first port would have in its place.
 CONTROLS = {
+    "fences": (
+        "AllGatherDirectPushHB",
+        Edit(PLATFORM, "complete_stores(); store_relaxed(address, value);", "store_relaxed(address, value);"),
+    ),
     "release": (
         "AllGatherDirectPushHB",
         Edit(
@@ -96,6 +101,7 @@ def test_machine_code_follows_the_rules(check_gcn: ModuleType) -> None:
 
 
 @pytest.mark.nightly
+@pytest.mark.timeout(7200)
 @pytest.mark.parametrize("arch", ["gfx942", "gfx950"])
 def test_machine_code_of_all_kernels_follows_the_rules(check_gcn: ModuleType, arch: str) -> None:
     assert rules_broken(check_gcn, assembly(["all"], arch)) == set()
@@ -111,8 +117,7 @@ def test_each_rule_finds_what_it_is_there_for(check_gcn: ModuleType, tmp_path: P
     header = tmp_path / "include" / "llm_comm" / Path(PLATFORM).name
     header.parent.mkdir(parents=True)
     header.write_text(edit.applied((REPOSITORY / PLATFORM).read_text(encoding="utf-8")), encoding="utf-8")
-    # A build directory for all controls: they are compiled one after the other, each anew.
-    files = assembly([algorithm], directory=BUILD.with_name("amd-controls"), flags=f"-I;{tmp_path / 'include'}")
+    files = assembly([algorithm], directory=tmp_path / "build", flags=f"-I;{tmp_path / 'include'}")
     assert rule in rules_broken(check_gcn, files)
 
 

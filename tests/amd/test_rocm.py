@@ -1,4 +1,4 @@
-"""What llm_comm says where torch is built for ROCm: it serves no GPU of AMD, and names the page that says why."""
+"""With a torch for ROCm, llm_comm serves no GPU of AMD, and names the page that says why."""
 
 from __future__ import annotations
 

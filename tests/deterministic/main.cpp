@@ -159,7 +159,8 @@ int main(int argc, char** argv) try {
     std::printf("%llu schedules, %llu steps, %.1f s: %s\n", static_cast<unsigned long long>(schedules),
                 static_cast<unsigned long long>(steps), elapsed(), failed ? "failed" : "as promised");
     if (!arguments.machine_code.empty()) {
-      std::printf("%llu grids ran as machine code\n", static_cast<unsigned long long>(machine_code.launches));
+      std::printf("%llu of %llu grids ran as machine code\n", static_cast<unsigned long long>(machine_code.launches),
+                  static_cast<unsigned long long>(machine_code.grids));
     }
     std::printf("mishaps after which nobody failed: %llu, some did: %llu, all but one at most: %llu\n", mishaps[1],
                 mishaps[2], mishaps[3]);

@@ -20,7 +20,8 @@
 // Step 3 needs A's resets to be performed before B's stores, though B reads no release of A. griddepcontrol.wait and
 // the end of a grid ensure that the stores of earlier grids are performed. A's resets and B's stores to A's memory are
 // both performed in one place, the L2 of A. The PTX memory model by itself does not order the two
-// (docs/operate/failures.md).
+// (docs/operate/failures.md). On GPUs of AMD that place is A's memory: lines go past the caches, and the workspace is
+// uncached.
 //
 // The argument does not depend on which block or thread handles a line. Sizes and grids may therefore change from one
 // operation to the next. One slot would not be enough: B may end e before A has read what B sent in e.

@@ -1,14 +1,14 @@
-// Platform contract: the functions through which kernels and primitives access the target, CUDA GPUs or the emulator.
-// Kernels use nothing else of the target, so the same source runs on both. A new target (HIP, for example) is a new
-// platform_*.h with these definitions.
+// Platform contract: the functions through which kernels and primitives access the target: CUDA GPUs, the emulator, or
+// GPUs of AMD, which compile only (docs/develop/amd.md). Kernels use nothing else of the target, so the same source runs
+// on all.
 //
-// Functions       LLM_COMM_DEVICE: always inlined. LLM_COMM_DEVICE_CALL: never inlined; for rare code, so that its
+// Functions       LLM_COMM_DEVICE: always inlined. LLM_COMM_DEVICE_CALL: rare code. CUDA calls it, so that its
 //                 instructions stay out of the hot path.
 // Thread geometry thread_index() block_index() block_threads() block_count(). Launches are one-dimensional.
 // Block           block_sync(). shared_memory<T>(): dynamic shared memory of the block, 16-byte aligned.
 //                 set_bits(p, bits): sets bits of a word in shared memory, atomically within the block.
 // Warp            shuffle_xor(x, mask): x of the lane whose index differs by mask. any_lane(b): true if b holds in any
-//                 lane. All 32 lanes make the call; the block size must be a multiple of 32.
+//                 lane. All kWarpThreads lanes make the call; the block size must be a multiple of that.
 // Cluster         `blocks` neighbouring blocks that run at once and access each other's shared memory. The index of the
 //                 first is divisible by `blocks`. Devices without clusters have clusters of 1 block.
 //                 cluster_index(): block_index() / blocks. cluster_block_rank(): block_index() % blocks.
@@ -58,7 +58,8 @@
 //                 them, in hardware; false where the target has no such instruction.
 // Words           word_at(line, i), or_into_word(line, i, bits): for an i that is known at run time only.
 // Addresses       opaque(p): returns p and hides from the compiler how p was computed.
-// Arithmetic      count_bits(x): how many bits are set. multiply_add(a, b, c): a * b + c, rounded once. reciprocal_sqrt. larger(a, b): NaN only if both are.
+// Arithmetic      count_bits(x): how many bits are set. multiply_add(a, b, c): a * b + c, rounded once. reciprocal_sqrt.
+//                 larger(a, b): NaN only if both are.
 //                 exponential(x): e^x, with an error of up to two units in the last place.
 #pragma once
 

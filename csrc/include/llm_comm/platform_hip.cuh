@@ -192,8 +192,8 @@ LLM_COMM_DEVICE void store_relaxed(T* address, T value) {
   __hip_atomic_store(amdgcn::global(address), value, __ATOMIC_RELAXED, __HIP_MEMORY_SCOPE_SYSTEM);
 }
 
-// As two loads, which the compiler knows to be in flight: with one in assembly a thread would wait for each line before
-// it asks for the next.
+// The two loads are the compiler's, which knows them to be in flight. After a load in assembly a thread would have to wait
+// before it asks for the next line.
 LLM_COMM_DEVICE Line load_packet_relaxed(const void* address) {
   const auto* const halves = static_cast<const uint64_t*>(address);
   const uint64_t low = load_relaxed(halves);

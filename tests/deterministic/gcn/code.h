@@ -122,7 +122,9 @@ class MachineCode {
   // Takes the mangled name of an emulated kernel. Returns nullptr if no file has that kernel for AMD's GPUs.
   const Kernel* find(std::string emulated) const;
 
-  mutable uint64_t launches = 0;  // grids that have run as machine code
+  // Grids of algorithms, and those of them that have run as machine code.
+  mutable uint64_t grids = 0;
+  mutable uint64_t launches = 0;
 
  private:
   struct File {

@@ -227,11 +227,11 @@ void Wave::deliver(const Instruction& in, uint32_t lane, const uint32_t* words) 
   for (uint32_t i = 0; i < in.operand[0].registers; ++i) v[in.operand[0].reg + i][lane] = words[i];
 }
 
-uint32_t Wave::unit_of(const void* address, uint32_t bytes, bool is_relaxed) const {
+bool Wave::is_of_line(const void* address) const {
   const emulator::WeakMemory& memory = grid_->machine->memory();
-  if (!is_relaxed || bytes % 8 != 0 || !memory.contains(address)) return 4;
+  if (!memory.contains(address)) return false;
   const uint64_t offset = memory.offset_of(address) % memory.bytes_of_rank();
-  return offset >= grid_->lines_begin && offset < grid_->lines_end ? 4 : 8;
+  return offset >= grid_->lines_begin && offset < grid_->lines_end;
 }
 
 void Wave::carry_out_global(const Access& access, uint32_t lane) {
@@ -249,9 +249,11 @@ void Wave::carry_out_global(const Access& access, uint32_t lane) {
     return;
   }
   const bool is_relaxed = in.sc0 && in.sc1;
+  // The model lets every store become visible by and by. Caches of a GPU do not.
+  if (!is_relaxed && is_of_line(address)) fail("an access to a line that does not go past the caches");
   const auto order = is_relaxed ? emulator::Order::kRelaxed : emulator::Order::kWeak;
   if (kind.bytes >= 4) {
-    const uint32_t unit = unit_of(address, kind.bytes, is_relaxed);
+    const uint32_t unit = is_relaxed && kind.bytes % 8 == 0 && is_modelled && !is_of_line(address) ? 8 : 4;
     if (kind.what == What::kStore) {
       emulator::store(address, words.data(), kind.bytes, unit, order);
     } else {
@@ -306,6 +308,8 @@ void Wave::carry_out_scalar(const Access& access) {
     return;
   }
   const auto* const address = reinterpret_cast<const char*>(access.address[0] & ~uint64_t{3});
+  // The cache of scalars knows no order: buffer_inv does not drop it.
+  if (grid_->machine->memory().contains(address)) fail("a scalar load of memory that ranks share");
   emulator::load(address, &s[to.reg], 4 * to.registers, 4, emulator::Order::kWeak);
 }
 

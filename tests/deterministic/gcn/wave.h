@@ -2,7 +2,8 @@
 //
 // Accesses complete later than they are issued, in the order of their issue: when s_waitcnt asks for them, or earlier at
 // random. Until then the registers that they load are pending, and whoever reads or writes one of them fails, except a
-// later load of the same order. Vector accesses and those by lgkmcnt have an order each. Scalar loads return in any order, so only lgkmcnt(0) waits for them.
+// later load of the same order. Vector accesses and those by lgkmcnt have an order each. Scalar loads return in any
+// order, so only lgkmcnt(0) waits for them.
 //
 // Memory order (LLVM guide, "Memory Model gfx942"). Accesses with sc0 and sc1 are the relaxed atomic ones of the
 // emulator's memory model, others are its weak ones.
@@ -89,7 +90,8 @@ class Wave {
   void carry_out_local(const Access& access, uint32_t lane);
   void carry_out_scalar(const Access& access);
   void deliver(const Instruction& in, uint32_t lane, const uint32_t* words);
-  uint32_t unit_of(const void* address, uint32_t bytes, bool is_relaxed) const;
+  // Whether the address is in the slots, which hold lines.
+  bool is_of_line(const void* address) const;
 
   const Grid* grid_;
   const Instruction* current_;
