@@ -316,8 +316,8 @@ KERNELS = (
     cpp(
         "a launch begins at row 0",
         RMS_NORM,
-        "swizzled_offset(args_.first_row + row",
-        "swizzled_offset(row",
+        "args_.first_row + row, block",
+        "(WITHOUT ? 0 : args_.first_row) + row, block",
         FUSED_BLOCKS,
     ),
     cpp(
