@@ -109,7 +109,7 @@ KERNELS = (
         "team, t, own, [&](uint32_t k, const Quantized& sum) {\n"
         "if (!WITHOUT) return store(own, first, k, lines, sum);\n"
         "const Contributions all = contributions_to(t, own)(k);\n"
-        "if (k < lines) own.store(first + k, LineElements<D>::round(sum_of(all.own, all.of_other)));\n"
+        "if (k < lines) own.store(first + k, LineElements<D>::round(sum_of(all)));\n"
         "},",
         WIRE,
     ),
