@@ -3,7 +3,7 @@
     python tools/check_gcn.py FILE.s...
 
 ``RULES`` lists what is checked: what keeps the memory order of csrc/include/llm_comm/platform_hip.cuh, which a compiler
-that knows nothing of the stores in its assembly may break without a word. Exit status: 0 if there are no findings, 1 if
+that knows nothing of stores in assembly may break without a word. Exit status: 0 if there are no findings, 1 if
 there are.
 """
 
@@ -16,7 +16,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
-#: What a finding says, by rule.
+#: Text of a finding, by rule.
 RULES = {
     "fences": "an HB kernel writes back or drops no caches (buffer_wbl2 sc0 sc1, buffer_inv sc0 sc1)",
     "release": "a write-back (buffer_wbl2) is not followed at once by a wait for all stores (vmcnt(0))",
@@ -30,7 +30,7 @@ RULES = {
     "flat": "an access of an LL kernel looks up the address space of its address (flat_)",
 }
 _KERNEL = re.compile(r"^(_Z\w+):")
-_LABEL = re.compile(r"^(\.LBB\w+):")
+_LABEL = re.compile(r"^\.LBB\w+:")
 _STORE = re.compile(r"(global|buffer|flat|scratch)_(store|atomic)_")
 _WAITS_FOR_ALL = re.compile(r"s_waitcnt .*vmcnt\(0\)")
 _LOAD = re.compile(r"(global|flat)_load_")
@@ -118,7 +118,7 @@ def findings(kernel: Kernel) -> Iterator[tuple[int, str]]:
             data = _vector_registers(line.split(",")[1])
             if data & _vector_registers(following.partition(" ")[2].split(",")[0]):
                 yield number, "hazard"
-        # What is known ends with a label: other code may lead there.
+        # Other code may lead to a label, with accesses in flight.
         in_flight = _STORE.match(line) or _LOAD.match(line)
         waited = bool(_WAITS_FOR_ALL.match(line)) or (waited and not in_flight and not line.endswith(":"))
     for loop in _poll_loops(kernel):

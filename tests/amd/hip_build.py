@@ -21,20 +21,16 @@ needs_compiler = pytest.mark.skipif(
 )
 
 
-def package(name: str) -> Path:
-    """Return the directory of a package of the environment."""
-    (found,) = ENVIRONMENT.glob(f"lib/python*/site-packages/{name}")
-    return found
-
-
 def compiler() -> list[str]:
+    """Return the command of clang. The wheel keeps clang's own headers where clang does not look for them."""
+    (package,) = ENVIRONMENT.glob("lib/python*/site-packages/ziglang")
     return [
         str(ENVIRONMENT / "bin" / "python"),
         "-m",
         "ziglang",
         "clang",
         "-resource-dir",
-        str(package("ziglang") / "lib"),
+        str(package / "lib"),
     ]
 
 

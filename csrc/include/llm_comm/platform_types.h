@@ -63,21 +63,13 @@ inline constexpr bool kHasTiles = false;
 inline constexpr bool kHasTiles = true;
 #endif
 
-// Threads of a warp. AMD calls it a wave, and has 64. An emulator may be built with either.
-#if defined(LLM_COMM_WARP_THREADS)
-inline constexpr uint32_t kWarpThreads = LLM_COMM_WARP_THREADS;
-#elif defined(__HIP__)
+// Threads of a warp, and whether a GPU has a link of its own to each peer in place of one to a switch. GPUs of AMD, or an
+// emulator with their shapes: waves of 64, and Infinity Fabric.
+#if defined(__HIP__) || defined(LLM_COMM_LIKE_AMD)
 inline constexpr uint32_t kWarpThreads = 64;
-#else
-inline constexpr uint32_t kWarpThreads = 32;
-#endif
-
-// Whether a GPU has a link of its own to each peer (AMD's Infinity Fabric) and not one to a switch that all share.
-#if defined(LLM_COMM_LINK_FOR_EACH_PEER)
-inline constexpr bool kLinkForEachPeer = LLM_COMM_LINK_FOR_EACH_PEER;
-#elif defined(__HIP__)
 inline constexpr bool kLinkForEachPeer = true;
 #else
+inline constexpr uint32_t kWarpThreads = 32;
 inline constexpr bool kLinkForEachPeer = false;
 #endif
 
