@@ -2,7 +2,7 @@
 // before.
 #pragma once
 
-#include <algorithm>
+#include <array>
 #include <memory>
 #include <string>
 #include <vector>
@@ -20,8 +20,8 @@ class ExpertsCall final : public Call {
       : problem_{random.pick({1u, 2u, 9u}),  random.between(1, 3),      random.between(3, 6),
                  64 * random.between(1, 5),  64 * random.between(1, 5), D,
                  LinearEpilogue::kSiluAndMul},
-        gate_up_{random.pick({16u, 48u, 64u}), random.between(2, 3), random.pick({1u, 2u, 4u})},
-        down_{random.pick({8u, 40u, 64u}), random.between(2, 4), random.pick({1u, 2u, 4u})},
+        gate_up_{experts::kUnitRows, random.between(2, 3), experts::kWarps},
+        down_{random.pick({8u, 40u, 64u}), random.between(2, 3), random.pick({2u, 4u})},
         threads_(random.between(1, 4)) {
     fill(source_, problem_.tokens * problem_.hidden, random);
     fill(gate_up_weight_, problem_.experts * 2 * problem_.intermediate * problem_.hidden, random);
@@ -102,42 +102,44 @@ class ExpertsCall final : public Call {
     const uint32_t hidden = problem_.hidden, intermediate = problem_.intermediate;
     const size_t factors = bytes(choice_source_) / 2 / sizeof(float);
     for (uint32_t token = 0; token < problem_.tokens; ++token) {
-      std::vector<std::vector<uint16_t>> states(problem_.experts);
-      for (uint32_t i = token * problem_.top_k; i < (token + 1) * problem_.top_k; ++i) {
-        const auto expert = at<uint32_t>(choice_source_, i);
-        if (expert >= problem_.experts) continue;
-        for (uint32_t output = 0; output < intermediate; ++output) {
+      std::vector<std::vector<uint16_t>> states(problem_.top_k);
+      for (uint32_t k = 0; k < problem_.top_k; ++k) {
+        const auto expert = at<uint32_t>(choice_source_, token * problem_.top_k + k);
+        for (uint32_t output = 0; expert < problem_.experts && output < intermediate; ++output) {
           const auto row = [&](uint32_t part) {
-            float sums[2] = {};
-            add_products(sums, gate_up_weight_, (2 * expert + part) * intermediate + output, hidden,
-                         [&](uint32_t k) { return element(source_, size_t{token} * hidden + k); });
-            return E::round(sums[0] + sums[1]);
+            return E::round(sum_of_products(gate_up_weight_, (2 * expert + part) * intermediate + output, hidden,
+                                            experts::kWarps,
+                                            [&](uint32_t i) { return element(source_, size_t{token} * hidden + i); }));
           };
-          const float state = E::value(activate_and_mul<D>(problem_.epilogue, row(0), row(1)));
-          states[expert].push_back(E::round(state * at<float>(choice_source_, factors + i)));
+          states[k].push_back(activate_and_mul<D>(problem_.epilogue, row(0), row(1)));
         }
       }
       for (uint32_t output = 0; output < hidden; ++output) {
-        float sums[2] = {};
-        for (uint32_t expert = 0; expert < problem_.experts; ++expert) {
-          if (states[expert].empty()) continue;
-          float of_expert[2] = {};
-          add_products(of_expert, down_weight_, expert * hidden + output, intermediate,
-                       [&](uint32_t k) { return states[expert][k]; });
-          for (uint32_t team = 0; team < 2; ++team) sums[team] += of_expert[team];
+        float sum = 0.0f;
+        for (uint32_t k = 0; k < problem_.top_k; ++k) {
+          if (states[k].empty()) continue;
+          const uint32_t place = token * problem_.top_k + k;
+          const auto expert = at<uint32_t>(choice_source_, place);
+          const float product = sum_of_products(down_weight_, expert * hidden + output, intermediate, 1,
+                                                [&](uint32_t i) { return states[k][i]; });
+          sum = multiply_add(at<float>(choice_source_, factors + place), product, sum);
         }
-        expected_.push_back(E::round(sums[0] + sums[1]));
+        expected_.push_back(E::round(sum));
       }
     }
   }
 
-  // The boxes of even number of an expert in their order, and those of odd number in theirs.
+  // Box i is of warp i % warps. Each adds the left halves of its boxes and the right ones in two sums.
   template <class Input>
-  static void add_products(float (&sums)[2], const Lines& weight, uint32_t row, uint32_t columns, Input input) {
-    for (uint32_t k = 0; k < columns; ++k) {
-      float& sum = sums[k / kColumns % 2];
-      sum = multiply_add(E::value(element(weight, size_t{row} * columns + k)), E::value(input(k)), sum);
+  static float sum_of_products(const Lines& weight, uint32_t row, uint32_t columns, uint32_t warps, Input input) {
+    std::vector<std::array<float, 2>> sums(warps);
+    for (uint32_t i = 0; i < columns; ++i) {
+      float& sum = sums[i / kColumns % warps][i % kColumns / (kColumns / 2)];
+      sum = multiply_add(E::value(element(weight, size_t{row} * columns + i)), E::value(input(i)), sum);
     }
+    float all = 0.0f;
+    for (const auto& [left, right] : sums) all += left + right;
+    return all;
   }
 
   experts::Problem problem_;

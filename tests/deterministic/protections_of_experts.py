@@ -1,7 +1,7 @@
-"""Protections of experts: of the ring of stages, of the sums, of the groups, and of the place among the grids.
+"""Protections of experts: of the rings of stages, of the sums, of the groups, and of the place among the grids.
 
 Not here: the barriers of a warp's lanes. A lane of the emulator does not fall behind the others by a round of the ring.
-Nor three of the barriers by which groups are found: without them the program ends by an address outside of its memory.
+Nor the barriers by which groups are found: without them the program ends by an address outside of its memory.
 """
 
 from __future__ import annotations
@@ -20,86 +20,79 @@ def _protection(name: str, what: str, old: str, new: str, failure: str) -> Prote
 OF_EXPERTS = (
     _protection(
         "full",
-        "a stage is multiplied when its boxes have come",
-        "barrier_wait(memory.full(at.stage)",
-        "if (!WITHOUT) barrier_wait(memory.full(at.stage)",
+        "a stage of gate and up is multiplied when its boxes have come",
+        "barrier_wait(memory.full(stage), parity)",
+        "if (!WITHOUT) barrier_wait(memory.full(stage), parity)",
         f"{WRONG_RESULT}|{HANGS}",
     ),
     _protection(
         "empty",
-        "a stage is fetched again when all have multiplied it",
-        "barrier_wait(memory_.empty(at.stage)",
-        "if (!WITHOUT) barrier_wait(memory_.empty(at.stage)",
+        "a stage of gate and up is fetched again when all have multiplied it",
+        "barrier_wait(memory_.empty(stage_)",
+        "if (!WITHOUT) barrier_wait(memory_.empty(stage_)",
         f"{WRONG_RESULT}|{HANGS}",
     ),
     _protection(
         "every_warp",
-        "a stage is given back by every warp, for itself",
-        "barrier_init(memory_.empty(at.stage), kWarps);",
-        "barrier_init(memory_.empty(at.stage), WITHOUT ? 1 : kWarps);",
+        "a stage of gate and up is given back by every warp, for itself",
+        "barrier_init(memory.empty(stage), experts::kWarps);",
+        "barrier_init(memory.empty(stage), WITHOUT ? 1 : experts::kWarps);",
         f"{WRONG_RESULT}|{HANGS}",
     ),
     _protection(
-        "lines_of_all_lanes",
-        "a stage of gate and up is full when the lines of all lanes have come",
-        "fetch_end<Gated>(full);",
-        "WITHOUT ? fetch_end<false>(full) : fetch_end<Gated>(full);",
+        "sums_are_full",
+        "sums of the warps are added when all of a unit are there",
+        "barrier_wait(memory_.sums_full(buffer), parity);",
+        "if (!WITHOUT) barrier_wait(memory_.sums_full(buffer), parity);",
+        f"{WRONG_RESULT}|{HANGS}",
+    ),
+    _protection(
+        "sums_are_empty",
+        "sums of a unit take the place of those that have been read",
+        "if (done_ >= experts::kSumsBuffers) barrier_wait",
+        "if (!WITHOUT && done_ >= experts::kSumsBuffers) barrier_wait",
+        f"{WRONG_RESULT}|{HANGS}",
+    ),
+    _protection(
+        "full_of_warp",
+        "a stage of the down-projection is multiplied when its boxes have come",
+        "barrier_wait(fetch.full(stage), parity)",
+        "if (!WITHOUT) barrier_wait(fetch.full(stage), parity)",
         f"{WRONG_RESULT}|{HANGS}",
     ),
     _protection(
         "state_behind_wait",
-        "the state between the layers is fetched when gate and up have ended",
-        "    grid_dependency_wait();\n    grid_dependency_trigger();",
-        "    if (!WITHOUT) grid_dependency_wait();\n    grid_dependency_trigger();",
+        "the state between the layers is loaded when gate and up have ended",
+        "  grid_dependency_wait();  // for the state",
+        "  if (!WITHOUT) grid_dependency_wait();  // for the state",
         f"{WRONG_RESULT}|{AHEAD}",
     ),
     _protection(
         "choice_behind_wait",
         "the router's choice is read when the grids before have ended",
-        "if constexpr (Gated) grid_dependency_wait();",
-        "if (Gated && !WITHOUT) grid_dependency_wait();",
+        "  grid_dependency_wait();  // for x",
+        "  if (!WITHOUT) grid_dependency_wait();  // for x",
         f"{WRONG_RESULT}|{HANGS}|{AHEAD}",
     ),
     _protection(
         "trigger_behind_wait",
         "one grid of a stream at most comes ahead of the one that runs",
-        "  LLM_COMM_DEVICE void begin() const {",
-        "  LLM_COMM_DEVICE void begin() const {\n    if (WITHOUT) grid_dependency_trigger();",
+        "  DownFetch fetch(args, memory, units, warp);",
+        "  DownFetch fetch(args, memory, units, warp);\n  if (WITHOUT) grid_dependency_trigger();",
         AHEAD,
     ),
     _protection(
-        "tokens_are_there",
-        "tokens of experts are counted when all are marked",
-        "  block_sync();\n  // Rows of experts in",
-        "  if (!WITHOUT) block_sync();\n  // Rows of experts in",
+        "places_are_there",
+        "places of rows are read when all are there",
+        "    block_sync();\n    multiply_gate_up",
+        "    if (!WITHOUT) block_sync();\n    multiply_gate_up",
         f"{WRONG_RESULT}|{HANGS}",
     ),
     _protection(
-        "rows_are_there",
-        "tokens of rows are read when all are there",
-        "  block_sync();\n  if (fetches) {\n    fetch.run();",
-        "  if (!WITHOUT) block_sync();\n  if (fetches) {\n    fetch.run();",
-        f"{WRONG_RESULT}|{HANGS}",
-    ),
-    _protection(
-        "sums_are_full",
-        "sums of the teams are added when all of a unit are there",
-        "barrier_wait(memory.sums_full()",
-        "if (!WITHOUT) barrier_wait(memory.sums_full()",
-        WRONG_RESULT,
-    ),
-    _protection(
-        "sums_are_empty",
-        "sums of a unit take the place of those that have been read",
-        "if (done > 0) barrier_wait",
-        "if (!WITHOUT && done > 0) barrier_wait",
-        WRONG_RESULT,
-    ),
-    _protection(
-        "sums_are_there",
-        "sums of all groups are there before they are rounded",
-        "  block_sync();  // also keeps",
-        "  if (!WITHOUT) block_sync();  // also keeps",
+        "products_are_there",
+        "products of all places are there before they are added",
+        "  block_sync();\n  // A thread has two",
+        "  if (!WITHOUT) block_sync();\n  // A thread has two",
         WRONG_RESULT,
     ),
 )

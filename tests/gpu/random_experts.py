@@ -88,10 +88,10 @@ def is_near(case: Case, chosen: dict[str, torch.Tensor], out: torch.Tensor) -> b
             else torch.nn.functional.gelu(gate, approximate="tanh")
         )
         factor = ((ids == expert) * factors).sum(-1, keepdim=True)
-        state = ((activated * up).to(case.dtype).double() * factor).to(case.dtype).double()
+        state = (activated * up).to(case.dtype).double()
         weight = case.down[expert].double().T
-        expected += state @ weight
-        size += state.abs() @ weight.abs()
+        expected += factor * (state @ weight)
+        size += factor.abs() * (state.abs() @ weight.abs())
     # Rounding of the result, and roundings of gate, up and state that fall otherwise than in float64.
     bound = torch.finfo(case.dtype).eps * (expected.abs() + BOUND * size / math.sqrt(case.down.shape[2]) + 1e-3)
     return bool(((out.double() - expected).abs() <= bound).all())

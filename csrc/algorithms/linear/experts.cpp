@@ -11,41 +11,41 @@ namespace llm_comm::experts {
 namespace {
 
 struct Layer {
-  uint32_t inputs, outputs, parts;
+  uint32_t inputs, outputs;
 };
 
 Layer layer_of(const Problem& problem, bool is_gated) {
-  if (is_gated) return {problem.hidden, problem.intermediate, 2};
-  return {problem.intermediate, problem.hidden, 1};
+  if (is_gated) return {problem.hidden, problem.intermediate};
+  return {problem.intermediate, problem.hidden};
+}
+
+// Tiles of a weight row.
+uint32_t boxes_of(const Problem& problem, bool is_gated) {
+  return layer_of(problem, is_gated).inputs / linear::inputs_multiple(operands_of_type(problem.type));
+}
+
+// Bytes of the stages of a block.
+uint32_t ring_bytes(bool is_gated, const Choice& choice) {
+  const uint32_t rings = is_gated ? 1 : kWarps;
+  return rings * choice.stages * choice.stage_boxes * unit_rows(is_gated, choice) * kBoxRowBytes;
 }
 
 uint32_t shared_bytes(const Problem& problem, bool is_gated, const Choice& choice) {
-  // Instructions read 64 rows of a weight tile, even if it has fewer: room for this read after the last tile.
-  const uint32_t beyond = (linear::kMaxBlockOutputs - choice.block_outputs) * kBoxRowBytes;
-  return kBoxAlignment + stages_offset(problem, is_gated, choice) + choice.stages * stage_bytes(problem, choice) +
-         beyond;
+  // Instructions read 16 rows of a weight tile, even if it has fewer: room for this read after the last tile.
+  const uint32_t beyond = (kUnitRows - unit_rows(is_gated, choice)) * kBoxRowBytes;
+  return kBoxAlignment + layout(problem, is_gated, choice).stages + ring_bytes(is_gated, choice) + beyond;
+}
+
+// Bytes of shared memory for a block, so that a multiprocessor has room for one of gate and up beside one of the
+// down-projection, which begins early, and not for two of gate and up. The driver takes 1 KiB for each.
+uint32_t share_of_shared(bool is_gated, uint32_t max_shared_bytes) {
+  return is_gated ? max_shared_bytes / 2 : max_shared_bytes / 2 - 1024;
 }
 
 // Number of experts that the tokens have on average if all experts are equally likely.
 double mean_active(const Problem& problem) {
   const double share = std::min(1.0, static_cast<double>(problem.top_k) / problem.experts);
   return problem.experts * (1.0 - std::pow(1.0 - share, problem.tokens));
-}
-
-// Weight rows of a unit of gate and up: those with which the multiprocessor that has the most units streams the least.
-uint32_t gate_up_outputs(const Problem& problem, uint32_t sm_count) {
-  constexpr double kRowsOfUnit = 8;  // what a unit costs besides its rows, in weight rows
-  uint32_t best = 0;
-  double best_cost = 0;
-  constexpr uint32_t kStep = 2 * linear::kLineElements;
-  for (uint32_t rows = linear::kMaxBlockOutputs; rows >= kStep; rows -= kStep) {
-    const double units = mean_active(problem) * divide_up(problem.intermediate, rows / 2);
-    const double cost = std::ceil(units / std::max(sm_count, 1u)) * (rows + kRowsOfUnit);
-    if (best != 0 && cost >= best_cost) continue;
-    best = rows;
-    best_cost = cost;
-  }
-  return best;
 }
 
 }  // namespace
@@ -74,75 +74,98 @@ void check(const Problem& problem) {
 // The mean number of tokens of an expert decides, so that few experts have a second group.
 uint32_t group_rows(const Problem& problem) {
   const double mean = problem.tokens * std::min(problem.top_k, problem.experts) / mean_active(problem);
-  if (problem.tokens <= 8 || mean <= 4) return 8;
-  return problem.tokens <= 16 || mean <= 10 ? 16 : 32;
+  if (problem.tokens <= 8 || mean <= 6) return 8;
+  return problem.tokens <= 16 || mean <= 12 ? 16 : 32;
 }
 
-uint32_t stage_bytes(const Problem& problem, const Choice& choice) {
-  return choice.stage_boxes * (choice.block_outputs + group_rows(problem)) * kBoxRowBytes;
+uint32_t unit_rows(bool is_gated, const Choice& choice) {
+  return is_gated || choice.block_outputs % kUnitRows == 0 ? kUnitRows : kUnitRows / 2;
 }
 
-uint32_t stages_offset(const Problem& problem, bool is_gated, const Choice& choice) {
-  const uint32_t sums = linear::kTeams * (is_gated ? group_rows(problem) : problem.tokens) *
-                        (choice.block_outputs + linear::kSumsPadding) * static_cast<uint32_t>(sizeof(float));
-  return divide_up(kHeaderBytes + sums, kBoxAlignment) * kBoxAlignment;
+Layout layout(const Problem& problem, bool is_gated, const Choice& choice) {
+  const uint32_t places = problem.tokens * problem.top_k;
+  const uint32_t rows = group_rows(problem);
+  const uint32_t groups = most_active(problem) + places / rows;  // those of an expert have fewer rows once
+  uint32_t end = kBarrierBytes;
+  const auto take = [&](uint32_t count, uint32_t size) {
+    const uint32_t begin = end;
+    end += divide_up(count * size, static_cast<uint32_t>(sizeof(Line))) * static_cast<uint32_t>(sizeof(Line));
+    return begin;
+  };
+  Layout found{};
+  found.tokens = take(2 * problem.experts, sizeof(uint32_t));
+  found.warp_groups = take(kWarps, sizeof(uint32_t));
+  found.groups = take(groups, sizeof(uint32_t));
+  found.first_groups = take(problem.experts, sizeof(uint16_t));
+  found.places = take(groups * rows, sizeof(uint16_t));
+  found.ids = take(places, sizeof(uint16_t));
+  if (is_gated) {
+    found.sums = take(kWarps * kSumsBuffers * kUnitRows * rows, sizeof(float));
+  } else {
+    found.stands = take(places, sizeof(uint8_t));
+    found.factors = take(places, sizeof(float));
+    found.products = take(places * (choice.block_outputs + linear::kSumsPadding), sizeof(float));
+  }
+  found.stages = divide_up(end, kBoxAlignment) * kBoxAlignment;
+  return found;
 }
 
 Choice choose(const Problem& problem, bool is_gated, Choice choice, uint32_t sm_count, uint32_t max_shared_bytes) {
   check(problem);
-  const auto [inputs, outputs, parts] = layer_of(problem, is_gated);
-  const uint32_t step = parts * linear::kLineElements;
-  const uint32_t boxes = inputs / linear::inputs_multiple(operands_of_type(problem.type));
-  if (choice.block_outputs == 0 && is_gated) choice.block_outputs = gate_up_outputs(problem, sm_count);
+  if (choice.block_outputs == 0 && is_gated) choice.block_outputs = kUnitRows;
   if (choice.block_outputs == 0) {
-    // Rows of the weight of a block if each multiprocessor has one block.
-    const uint32_t share = divide_up(divide_up(outputs, std::max(sm_count, 1u)), step) * step;
+    // Outputs of a block if each multiprocessor has one block.
+    const uint32_t share =
+        divide_up(divide_up(problem.hidden, std::max(sm_count, 1u)), linear::kLineElements) * linear::kLineElements;
     choice.block_outputs = std::min(share, linear::kMaxBlockOutputs);
   }
-  // Half of the shared memory: blocks of the down-projection fetch beside those of gate and up.
-  const uint32_t half = max_shared_bytes / 2 - 1024;
+  const uint32_t share = share_of_shared(is_gated, max_shared_bytes);
+  const auto fits = [&](uint32_t stages, uint32_t stage_boxes) {
+    return shared_bytes(problem, is_gated, {choice.block_outputs, stages, stage_boxes}) <= share;
+  };
   if (choice.stage_boxes == 0) {
-    choice.stage_boxes = 1;
-    for (uint32_t stage_boxes = linear::kMaxStageBoxes; stage_boxes > 1; --stage_boxes) {
-      Choice some = choice;
-      some.stage_boxes = stage_boxes;
-      if (some.stages == 0) some.stages = stage_boxes > 2 ? 4 : 2;
-      // Few tiles in the last stage of an expert would waste its place.
-      const bool is_wasteful = divide_up(boxes, stage_boxes) * stage_boxes * 10 > boxes * 12;
-      if (stage_boxes > boxes || is_wasteful || shared_bytes(problem, is_gated, some) > half) continue;
-      choice.stage_boxes = stage_boxes;
-      break;
+    choice.stage_boxes = kWarps;
+    const uint32_t boxes = divide_up(boxes_of(problem, is_gated), kTilesTogether) * kTilesTogether;
+    while (!is_gated && choice.stage_boxes > kTilesTogether &&
+           (choice.stage_boxes > boxes || !fits(2, choice.stage_boxes))) {
+      choice.stage_boxes -= kTilesTogether;
     }
   }
   if (choice.stages == 0) {
-    choice.stages = std::clamp(most_active(problem) * divide_up(boxes, choice.stage_boxes), 2u, linear::kMaxStages);
-    while (choice.stages > 2 && shared_bytes(problem, is_gated, choice) > half) --choice.stages;
+    // More stages of gate and up were slower.
+    choice.stages = is_gated ? 4 : kMaxStages;
+    while (choice.stages > 2 && !fits(choice.stages, choice.stage_boxes)) --choice.stages;
   }
   const auto refuse = [](const std::string& why) { throw std::invalid_argument("experts: " + why); };
-  if (choice.block_outputs > linear::kMaxBlockOutputs || choice.block_outputs % step != 0) {
+  if (is_gated && choice.block_outputs != kUnitRows) {
+    refuse("block_outputs of gate and up is " + std::to_string(choice.block_outputs) + "; it must be " +
+           std::to_string(kUnitRows));
+  }
+  if (choice.block_outputs > linear::kMaxBlockOutputs || choice.block_outputs % linear::kLineElements != 0) {
     refuse("block_outputs is " + std::to_string(choice.block_outputs) + "; it must be a multiple of " +
-           std::to_string(step) + " up to " + std::to_string(linear::kMaxBlockOutputs));
+           std::to_string(linear::kLineElements) + " up to " + std::to_string(linear::kMaxBlockOutputs));
   }
-  if (choice.stage_boxes > linear::kMaxStageBoxes) {
-    refuse("stage_boxes is " + std::to_string(choice.stage_boxes) + "; it must be 1 to " +
-           std::to_string(linear::kMaxStageBoxes));
+  const uint32_t step = is_gated ? kWarps : kTilesTogether;
+  if (choice.stage_boxes % step != 0 || choice.stage_boxes > kWarps) {
+    refuse("stage_boxes is " + std::to_string(choice.stage_boxes) + "; it must be a multiple of " +
+           std::to_string(step) + " up to " + std::to_string(kWarps));
   }
-  if (choice.stages < 2 || choice.stages > linear::kMaxStages) {
-    refuse("stages is " + std::to_string(choice.stages) + "; it must be 2 to " + std::to_string(linear::kMaxStages));
+  if (choice.stages < 2 || choice.stages > kMaxStages) {
+    refuse("stages is " + std::to_string(choice.stages) + "; it must be 2 to " + std::to_string(kMaxStages));
   }
-  if (shared_bytes(problem, is_gated, choice) > max_shared_bytes) {
-    refuse("they take " + std::to_string(shared_bytes(problem, is_gated, choice)) +
-           " bytes of shared memory, this device has " + std::to_string(max_shared_bytes) + " for a block");
+  if (const uint32_t bytes = shared_bytes(problem, is_gated, choice); bytes > max_shared_bytes) {
+    refuse("they take " + std::to_string(bytes) + " bytes of shared memory, this device has " +
+           std::to_string(max_shared_bytes) + " for a block");
   }
   return choice;
 }
 
-Grid grid(const Problem& problem, bool is_gated, const Choice& choice, uint32_t sm_count) {
-  const auto [inputs, outputs, parts] = layer_of(problem, is_gated);
-  const uint32_t tiles = divide_up(outputs, choice.block_outputs / parts);
-  // With more blocks than multiprocessors, those of gate and up would compute one unit after the other anyway.
-  const uint32_t blocks = is_gated ? std::min(std::max(sm_count, 1u), tiles * problem.tokens * problem.top_k) : tiles;
-  return {blocks, linear::kThreads, shared_bytes(problem, is_gated, choice)};
+Grid grid(const Problem& problem, bool is_gated, const Choice& choice, uint32_t sm_count, uint32_t max_shared_bytes) {
+  const uint32_t units = problem.intermediate / (kUnitRows / 2) * problem.tokens * problem.top_k;
+  const uint32_t blocks =
+      is_gated ? std::min(std::max(sm_count, 1u), units) : divide_up(problem.hidden, choice.block_outputs);
+  const uint32_t shared = shared_bytes(problem, is_gated, choice);
+  return {blocks, is_gated ? kGateUpThreads : kDownThreads, is_gated ? std::max(shared, share_of_shared(is_gated, max_shared_bytes)) : shared};
 }
 
 }  // namespace llm_comm::experts

@@ -1,22 +1,27 @@
 // Kernels of experts with few tokens: gate and up with their activation, then the down-projection.
 //
-// Shape. With few tokens the time is that of reading the weights of the active experts once. Both kernels are those of
-// linear layers (kernel.cuh): two teams multiply, one warp fetches, weight rows are the 64-row operand.
+// Shape. With few tokens the time is that of reading the weights of the active experts once. A unit is 16 weight rows
+// for one group of tokens. Warps multiply weight tiles, which come to shared memory by large fetches, with tokens that
+// their lanes load.
 //
 // Groups. The tokens of an expert are cut into groups of at most `Rows` tokens, which are multiplied together. Most
 // experts have one group. Each block finds the groups itself from the numbers that the router chose: experts ascend,
-// and so do the tokens of each. The state between the layers has one row for each token of each expert, in this order.
+// and so do the tokens of each. A place is the index of a token's expert in the router's choice. The state between the
+// layers has a row for each place. If a token has an expert twice, the first place stands for both.
 //
-// Gate and up. A unit is some outputs of one group. There is one block for each multiprocessor, and block b computes
-// every grid-th unit from b on. Its ring runs on from one unit to the next. The tokens of a group lie anywhere in x, so
-// the fetching warp copies their lines one by one. The activation times the token's factor is stored.
+// Gate and up. A unit has 8 rows of gate and 8 of up. The blocks of the grid go through the units together, so they read
+// neighbouring memory. One warp fetches stages of 8 neighbouring tiles: 1 KiB of each row, which memory serves faster
+// than less. Each of the other warps multiplies one tile of a stage. The sums of the warps are added when a unit is
+// complete.
 //
-// Down. A block computes some outputs of the result and goes over all groups. So nothing is left to reduce. The rows of
-// a group are neighbours. The products of a group are added to the sums of its tokens, which are in shared memory.
+// Down. A unit has outputs of the block. Rows are short and lie side by side, so each warp has units for itself and a
+// ring of its own. The products of a unit are kept in shared memory, one row for each place. At the end the block adds
+// up the places of each token, each times its factor. So nothing is left to reduce.
 //
-// Order of additions. Tile i of an expert's inputs belongs to team i % 2. Each team adds the tiles of an expert from
-// zero, then the experts of a token in ascending order. The sums of the two teams are added at the end of each layer.
-// So the bits of a token do not depend on other tokens.
+// Order of additions. Of gate and up, tile i of a row is of warp i % kWarps; the down-projection has one warp for a row.
+// A warp adds the left and the right halves of its tiles in two sums, in ascending order, and then these two. The sums
+// of the warps are added in ascending order, and so are the places of a token. So the bits of a token do not depend on
+// other tokens or on the tiling.
 //
 // Early start. The down-projection reads the router's choice and fetches weights before gate and up have ended. Each
 // block of gate and up triggers it (grid_dependency_trigger) when it has waited for the grids before. So these have
@@ -30,240 +35,168 @@
 
 namespace llm_comm::inline LLM_COMM_TARGET {
 
-// Layout of the block's dynamic shared memory, which begins at `start`.
+// The block's dynamic shared memory, which begins at `start`.
 struct ExpertsMemory {
   SharedAddress start;
-  uint32_t stages_offset;
+  const experts::Layout& layout;
 
-  LLM_COMM_DEVICE SharedAddress full(uint32_t stage) const { return start + 16 * stage; }
-  LLM_COMM_DEVICE SharedAddress empty(uint32_t stage) const { return full(stage) + 8; }
-  // Of gate and up: the sums of a unit are there; and they have been read.
-  LLM_COMM_DEVICE SharedAddress sums_full() const { return start + experts::kSumsBarriersOffset; }
-  LLM_COMM_DEVICE SharedAddress sums_empty() const { return sums_full() + 8; }
-  // Two words for each expert. Bit t % 32 of word t / 32: token t has the expert.
-  LLM_COMM_DEVICE uint32_t* tokens() const { return pointer_to<uint32_t>(start + experts::kTokensOffset); }
-  LLM_COMM_DEVICE uint32_t* subtotals() const { return pointer_to<uint32_t>(start + experts::kSubtotalsOffset); }
-  LLM_COMM_DEVICE uint32_t* groups() const { return pointer_to<uint32_t>(start + experts::kGroupsOffset); }
-  LLM_COMM_DEVICE uint16_t* first_rows() const { return pointer_to<uint16_t>(start + experts::kFirstRowsOffset); }
-  LLM_COMM_DEVICE uint16_t* ids() const { return pointer_to<uint16_t>(start + experts::kIdsOffset); }
-  // Of the rows of the state between the layers.
-  LLM_COMM_DEVICE uint8_t* token_of_row() const { return pointer_to<uint8_t>(start + experts::kTokenOfRowOffset); }
-  LLM_COMM_DEVICE float* factor_of_row() const { return pointer_to<float>(start + experts::kFactorOfRowOffset); }
-  // Sums of the teams, [team][row of the group, or token][output].
-  LLM_COMM_DEVICE float* sums() const { return pointer_to<float>(start + experts::kHeaderBytes); }
-  LLM_COMM_DEVICE SharedAddress stage_at(uint32_t offset) const { return start + (stages_offset + offset); }
+  // Of a stage: its tiles are there. Gate and up have one ring, the down-projection one for each warp.
+  LLM_COMM_DEVICE SharedAddress full(uint32_t stage, uint32_t warp = 0) const {
+    return start + 8 * (warp * experts::kMaxStages + stage);
+  }
+  // Of a stage of gate and up: it has been read.
+  LLM_COMM_DEVICE SharedAddress empty(uint32_t stage) const { return full(stage, 1); }
+  // Of the sums of a unit of gate and up: they are there; and they have been read.
+  LLM_COMM_DEVICE SharedAddress sums_full(uint32_t buffer) const { return full(buffer, 2); }
+  LLM_COMM_DEVICE SharedAddress sums_empty(uint32_t buffer) const { return full(buffer, 3); }
+  LLM_COMM_DEVICE uint32_t* tokens() const { return pointer_to<uint32_t>(start + layout.tokens); }
+  LLM_COMM_DEVICE uint32_t* warp_groups() const { return pointer_to<uint32_t>(start + layout.warp_groups); }
+  LLM_COMM_DEVICE uint32_t* groups() const { return pointer_to<uint32_t>(start + layout.groups); }
+  LLM_COMM_DEVICE uint16_t* first_groups() const { return pointer_to<uint16_t>(start + layout.first_groups); }
+  LLM_COMM_DEVICE uint16_t* places() const { return pointer_to<uint16_t>(start + layout.places); }
+  LLM_COMM_DEVICE uint16_t* ids() const { return pointer_to<uint16_t>(start + layout.ids); }
+  LLM_COMM_DEVICE uint8_t* stands() const { return pointer_to<uint8_t>(start + layout.stands); }
+  LLM_COMM_DEVICE float* factors() const { return pointer_to<float>(start + layout.factors); }
+  LLM_COMM_DEVICE float* products() const { return pointer_to<float>(start + layout.products); }
+  LLM_COMM_DEVICE SharedAddress sums() const { return start + layout.sums; }
+  LLM_COMM_DEVICE SharedAddress stages() const { return start + layout.stages; }
+
+  LLM_COMM_DEVICE void clear_tokens(uint32_t experts) const {
+    for (uint32_t i = thread_index(); i < 2 * experts; i += block_threads()) tokens()[i] = 0;
+  }
 };
 
-// Tokens that are multiplied together: rows of the state between the layers. Packed into a word.
+// Place of a row of a group, and its token.
+struct ExpertPlace {
+  uint16_t bits;
+
+  LLM_COMM_DEVICE explicit ExpertPlace(uint16_t packed) : bits(packed) {}
+  LLM_COMM_DEVICE ExpertPlace(uint32_t place, uint32_t token) : bits(static_cast<uint16_t>(place | token << 10)) {}
+  LLM_COMM_DEVICE uint32_t place() const { return bits & 0x3FF; }
+  LLM_COMM_DEVICE uint32_t token() const { return bits >> 10; }
+  static_assert(experts::kMaxTokens <= 1 << 6 && experts::kMaxTokens * experts::kMaxTopK <= 1 << 10);
+};
+
+// Tokens that are multiplied together, packed into a word.
 struct ExpertGroup {
   uint32_t word;
 
-  LLM_COMM_DEVICE ExpertGroup(uint32_t packed) : word(packed) {}
-  LLM_COMM_DEVICE ExpertGroup(uint32_t expert, uint32_t first_row, uint32_t rows)
-      : word(expert | first_row << 10 | rows << 21) {}
-  LLM_COMM_DEVICE uint32_t expert() const { return word & 0x3FF; }
-  LLM_COMM_DEVICE uint32_t first_row() const { return word >> 10 & 0x7FF; }
-  LLM_COMM_DEVICE uint32_t rows() const { return word >> 21; }
-  static_assert(experts::kMaxExperts < 1 << 10 && experts::kMaxTokens * experts::kMaxTopK < 1 << 11);
+  LLM_COMM_DEVICE explicit ExpertGroup(uint32_t packed) : word(packed) {}
+  LLM_COMM_DEVICE ExpertGroup(uint32_t expert, uint32_t rows) : word(expert | rows << 16) {}
+  LLM_COMM_DEVICE uint32_t expert() const { return word & 0xFFFF; }
+  LLM_COMM_DEVICE uint32_t rows() const { return word >> 16; }
 };
 
-// Writes the groups to memory.groups() and returns their number. Called by all threads.
+// Sum of what the lanes before this one have, and of what all have. Called by all lanes.
+LLM_COMM_DEVICE uint32_t sum_of_lanes_before(uint32_t own, uint32_t& all) {
+  // Small numbers are exact as floats.
+  float sum = static_cast<float>(own), before = 0.0f;
+  LLM_COMM_UNROLL(5)
+  for (uint32_t mask = 1; mask < kWarpThreads; mask *= 2) {
+    const float other = shuffle_xor(sum, mask);
+    if ((thread_index() & mask) != 0) before += other;
+    sum += other;
+  }
+  all = static_cast<uint32_t>(sum);
+  return static_cast<uint32_t>(before);
+}
+
+// Writes ids and groups, and returns the number of groups. Called by all threads, kWarps warps or more. tokens() are zero.
 template <uint32_t Rows>
 LLM_COMM_DEVICE uint32_t find_groups(const ExpertsArgs& args, const ExpertsMemory& memory) {
-  constexpr uint32_t kOfSubtotal = experts::kExpertsOfSubtotal;
-  uint32_t* const tokens = memory.tokens();
-  for (uint32_t i = thread_index(); i < 2 * args.experts; i += block_threads()) tokens[i] = 0;
-  block_sync();
-  for (uint32_t i = thread_index(); i < args.tokens * args.top_k; i += block_threads()) {
+  const uint32_t places = args.tokens * args.top_k;
+  const uint32_t* const tokens = memory.tokens();
+  for (uint32_t i = thread_index(); i < places; i += block_threads()) {
     const uint32_t id = load_relaxed(args.ids + i);
     const bool is_expert = id < args.experts;
     memory.ids()[i] = static_cast<uint16_t>(is_expert ? id : experts::kMaxExperts);
     const uint32_t token = i / args.top_k;
-    if (is_expert) set_bits(tokens + 2 * id + token / 32, 1u << token % 32);
+    if (is_expert) set_bits(memory.tokens() + 2 * id + token / 32, 1u << token % 32);
   }
   block_sync();
-  // Rows of experts in the lower half of a word and their groups in the upper one. Sums of both do not overflow.
-  const auto rows_and_groups = [&](uint32_t begin, uint32_t end) {
-    uint32_t sum = 0;
-    for (uint32_t e = begin; e < end; ++e) {
-      const uint32_t rows = count_bits(tokens[2 * e]) + count_bits(tokens[2 * e + 1]);
-      sum += rows | (rows + Rows - 1) / Rows << 16;
-    }
-    return sum;
-  };
-  const uint32_t subtotals = (args.experts + kOfSubtotal - 1) / kOfSubtotal;
-  for (uint32_t i = thread_index(); i < subtotals; i += block_threads()) {
-    const uint32_t end = (i + 1) * kOfSubtotal;
-    memory.subtotals()[i] = rows_and_groups(i * kOfSubtotal, end < args.experts ? end : args.experts);
+  // A thread counts the groups of neighbouring experts.
+  constexpr uint32_t kOfThread = experts::kMaxExperts / (experts::kWarps * kWarpThreads);
+  const uint32_t first = kOfThread * thread_index();
+  uint32_t rows[kOfThread];
+  uint32_t own = 0;
+  LLM_COMM_UNROLL(2)
+  for (uint32_t i = 0; i < kOfThread; ++i) {
+    const uint32_t e = first + i;
+    rows[i] = e < args.experts ? count_bits(tokens[2 * e]) + count_bits(tokens[2 * e + 1]) : 0;
+    own += (rows[i] + Rows - 1) / Rows;
   }
+  uint32_t of_warp = 0;
+  uint32_t group = sum_of_lanes_before(own, of_warp);
+  const uint32_t warp = thread_index() / kWarpThreads;
+  if (warp < experts::kWarps && thread_index() % kWarpThreads == 0) memory.warp_groups()[warp] = of_warp;
   block_sync();
-  for (uint32_t e = thread_index(); e < args.experts; e += block_threads()) {
-    const uint32_t rows = rows_and_groups(e, e + 1) & 0xFFFF;
-    if (rows == 0) continue;
-    uint32_t before = rows_and_groups(e / kOfSubtotal * kOfSubtotal, e);
-    for (uint32_t i = 0; i < e / kOfSubtotal; ++i) before += memory.subtotals()[i];
-    const uint32_t first_row = before & 0xFFFF;
-    uint32_t* group = memory.groups() + (before >> 16);
-    memory.first_rows()[e] = static_cast<uint16_t>(first_row);
-    for (uint32_t row = 0; row < rows; row += Rows) {
-      *group++ = ExpertGroup(e, first_row + row, rows - row < Rows ? rows - row : Rows).word;
-    }
-  }
   uint32_t all = 0;
-  for (uint32_t i = 0; i < subtotals; ++i) all += memory.subtotals()[i];
+  LLM_COMM_UNROLL(8)
+  for (uint32_t i = 0; i < experts::kWarps; ++i) {
+    const uint32_t of_other = memory.warp_groups()[i];
+    if (i < warp) group += of_other;
+    all += of_other;
+  }
+  LLM_COMM_UNROLL(2)
+  for (uint32_t i = 0; i < kOfThread; ++i) {
+    if (rows[i] > 0) memory.first_groups()[first + i] = static_cast<uint16_t>(group);
+    for (uint32_t row = 0; row < rows[i]; row += Rows) {
+      memory.groups()[group++] = ExpertGroup(first + i, rows[i] - row < Rows ? rows[i] - row : Rows).word;
+    }
+  }
   block_sync();
-  return all >> 16;
+  return all;
 }
 
-// Writes the tokens of the rows, and for gate and up their factors. Called by the threads of both teams.
-template <bool Gated>
-LLM_COMM_DEVICE void find_rows(const ExpertsArgs& args, const ExpertsMemory& memory) {
+// Writes the places of the groups. For the down-projection also the factor of each place and whether it stands for an
+// expert. Called by the first kWarps warps, before a block_sync().
+template <uint32_t Rows, bool Gated>
+LLM_COMM_DEVICE void find_places(const ExpertsArgs& args, const ExpertsMemory& memory) {
   const uint16_t* const ids = memory.ids();
-  for (uint32_t i = thread_index(); i < args.tokens * args.top_k; i += linear::kTeams * kTeamThreads) {
+  for (uint32_t i = thread_index(); i < args.tokens * args.top_k; i += experts::kDownThreads) {
     const uint32_t id = ids[i];
-    if (id == experts::kMaxExperts) continue;
     const uint32_t token = i / args.top_k;
+    bool is_first = id != experts::kMaxExperts;
+    float factor = 0.0f;
+    for (uint32_t j = token * args.top_k; j < (token + 1) * args.top_k; ++j) {
+      if (ids[j] != id) continue;
+      if (j < i) is_first = false;
+      if constexpr (!Gated) factor += bits_to_float(load_relaxed(args.factors + j));
+    }
+    if constexpr (!Gated) {
+      memory.factors()[i] = is_first ? factor : 0.0f;
+      memory.stands()[i] = is_first;
+    }
+    if (!is_first) continue;
     const uint32_t* const tokens = memory.tokens() + 2 * id;
     const uint32_t before = (1u << token % 32) - 1;  // the tokens before this one among its 32
     const uint32_t row =
-        memory.first_rows()[id] +
-        (token < 32 ? count_bits(tokens[0] & before) : count_bits(tokens[0]) + count_bits(tokens[1] & before));
-    // A token may have an expert twice. All of them write the same.
-    memory.token_of_row()[row] = static_cast<uint8_t>(token);
-    if constexpr (Gated) {
-      float factor = 0.0f;
-      for (uint32_t j = token * args.top_k; j < (token + 1) * args.top_k; ++j) {
-        if (ids[j] == id) factor += bits_to_float(load_plain(args.factors + j));
-      }
-      memory.factor_of_row()[row] = factor;
-    }
+        token < 32 ? count_bits(tokens[0] & before) : count_bits(tokens[0]) + count_bits(tokens[1] & before);
+    memory.places()[memory.first_groups()[id] * Rows + row] = ExpertPlace(i, token).bits;
   }
 }
 
-// Units of a block. Unit u is the outputs of tile u % tiles for group u / tiles.
-struct ExpertUnits {
-  uint32_t groups;
-  uint32_t tiles;
-  uint32_t first_group, first_tile;
-  uint32_t step_groups, step_tiles;
-
-  LLM_COMM_DEVICE static ExpertUnits of_gate_up(uint32_t groups, uint32_t tiles) {
-    return {groups, tiles, block_index() / tiles, block_index() % tiles, block_count() / tiles, block_count() % tiles};
-  }
-  LLM_COMM_DEVICE static ExpertUnits of_down(uint32_t groups, uint32_t tiles) {
-    return {groups, tiles, 0, block_index(), 1, 0};
-  }
-};
-
-// Position in the units of a block and in the ring. A stage holds tiles of one unit.
-struct ExpertCursor {
+// Unit u is tile u % tiles of group u / tiles.
+struct ExpertUnit {
+  uint32_t unit;
   uint32_t group;
   uint32_t tile;
-  uint32_t first = 0;  // index of the stage's first tile in the unit's inputs
-  uint32_t stage = 0;
-  uint32_t offset = 0;  // of the stage in bytes, from the first stage
-  uint32_t round = 0;   // completed rounds of the ring; its lowest bit is the parity of `full`
-
-  LLM_COMM_DEVICE explicit ExpertCursor(const ExpertUnits& units) : group(units.first_group), tile(units.first_tile) {}
-
-  LLM_COMM_DEVICE void advance(const ExpertsArgs& args, const ExpertUnits& units, uint32_t boxes) {
-    first += args.stage_boxes;
-    if (first >= boxes) {
-      first = 0;
-      group += units.step_groups;
-      tile += units.step_tiles;
-      if (tile >= units.tiles) {
-        tile -= units.tiles;
-        ++group;
-      }
-    }
-    offset += args.stage_bytes;
-    if (++stage < args.stages) return;
-    stage = 0;
-    offset = 0;
-    ++round;
-  }
 };
 
-// The fetching warp. All its lanes call all methods.
-template <bool Gated, uint32_t Rows>
-class ExpertsFetch {
- public:
-  LLM_COMM_DEVICE ExpertsFetch(const ExpertsArgs& args, const ExpertsMemory& memory, const ExpertUnits& units)
-      : args_(args),
-        memory_(memory),
-        units_(units),
-        boxes_(args.weight.row_bytes / kBoxRowBytes),
-        x_offset_(args.stage_boxes * args.block_outputs * kBoxRowBytes) {}
+// Units of a block, or of a warp of the down-projection: those from `begin` to `end`, `step` apart.
+struct ExpertUnits {
+  uint32_t tiles;
+  uint32_t begin, end, step;
 
-  // Initialises the barriers and requests the weight tiles of the first round. A block_sync() must follow before other
-  // warps use the barriers.
-  LLM_COMM_DEVICE void begin() const {
-    constexpr uint32_t kWarps = linear::kTeams * kTeamThreads / kWarpThreads;
-    if constexpr (Gated) {
-      barrier_init(memory_.sums_full(), kWarps);
-      barrier_init(memory_.sums_empty(), kWarps);
-    }
+  LLM_COMM_DEVICE bool have(const ExpertUnit& unit) const { return unit.unit < end; }
+  LLM_COMM_DEVICE ExpertUnit first() const { return {begin, begin / tiles, begin % tiles}; }
+  LLM_COMM_DEVICE ExpertUnit after(ExpertUnit unit) const {
+    unit.unit += step;
+    unit.tile += step;
     LLM_COMM_UNROLL(1)
-    for (ExpertCursor at(units_); at.group < units_.groups && at.round == 0; at.advance(args_, units_, boxes_)) {
-      barrier_init(memory_.full(at.stage), kFetchArrivals + (Gated ? kNumberArrivals : 0));
-      barrier_init(memory_.empty(at.stage), kWarps);
-      barrier_init_fence();
-      fetch_weights(at);
-    }
+    for (; unit.tile >= tiles; unit.tile -= tiles) ++unit.group;
+    return unit;
   }
-
-  LLM_COMM_DEVICE void run() const {
-    grid_dependency_wait();
-    grid_dependency_trigger();
-    ExpertCursor at(units_);
-    LLM_COMM_UNROLL(1)
-    for (; at.group < units_.groups && at.round == 0; at.advance(args_, units_, boxes_)) fetch_tokens(at);
-    LLM_COMM_UNROLL(1)
-    for (; at.group < units_.groups; at.advance(args_, units_, boxes_)) {
-      barrier_wait(memory_.empty(at.stage), (at.round - 1) % 2);
-      warp_sync();  // keeps the lanes in one round, as in LinearFetch
-      fetch_weights(at);
-      fetch_tokens(at);
-    }
-  }
-
- private:
-  LLM_COMM_DEVICE void fetch_weights(const ExpertCursor& at) const {
-    constexpr uint32_t kParts = Gated ? 2 : 1;
-    const SharedAddress full = memory_.full(at.stage);
-    fetch_begin(full, Gated ? x_offset_ : args_.stage_bytes);
-    fetch_boxes<kParts, true>(memory_.stage_at(at.offset), args_.weight, at.tile * (args_.block_outputs / kParts),
-                              at.first, args_.block_outputs, args_.stage_boxes, full, BoxUse::kOnce,
-                              kParts * group_at(at).expert());
-  }
-  LLM_COMM_DEVICE void fetch_tokens(const ExpertCursor& at) const {
-    const SharedAddress full = memory_.full(at.stage);
-    const SharedAddress tiles = memory_.stage_at(at.offset) + x_offset_;
-    const ExpertGroup group = group_at(at);
-    if constexpr (Gated) {
-      constexpr uint32_t kLines = kBoxRowBytes / sizeof(Line);
-      const uint32_t boxes = boxes_ - at.first < args_.stage_boxes ? boxes_ - at.first : args_.stage_boxes;
-      for (uint32_t i = thread_index() % kWarpThreads; i < group.rows() * boxes * kLines; i += kWarpThreads) {
-        const uint32_t row = i / kLines / boxes;
-        const uint32_t box = i / kLines % boxes;
-        const uint64_t token = memory_.token_of_row()[group.first_row() + row];
-        fetch_line(tiles + box * (Rows * kBoxRowBytes), row, i % kLines,
-                   static_cast<const char*>(args_.x.data) + token * args_.x.row_bytes +
-                       (at.first + box) * kBoxRowBytes + i % kLines * sizeof(Line));
-      }
-    } else {
-      fetch_boxes<1>(tiles, args_.x, group.first_row(), at.first, Rows, args_.stage_boxes, full, BoxUse::kShared);
-    }
-    fetch_end<Gated>(full);
-  }
-  LLM_COMM_DEVICE ExpertGroup group_at(const ExpertCursor& at) const { return memory_.groups()[at.group]; }
-
-  const ExpertsArgs& args_;
-  const ExpertsMemory& memory_;
-  ExpertUnits units_;
-  uint32_t boxes_;
-  uint32_t x_offset_;
 };
 
 // Arrives once for the warp, when all of its lanes have come here.
@@ -272,147 +205,419 @@ LLM_COMM_DEVICE void arrive_as_warp(SharedAddress barrier) {
   if (thread_index() % kWarpThreads == 0) barrier_arrive(barrier);
 }
 
-// Multiplies the team's tiles of each unit of the block, and calls take(sums, unit) with the sums of each. Called by
-// all threads of the team.
-template <OperandType F, bool Gated, uint32_t Rows, class Take>
-LLM_COMM_DEVICE void multiply_for_experts(const ExpertsArgs& args, const ExpertsMemory& memory,
-                                          const ExpertUnits& units, uint32_t team, Take take) {
-  static_assert(linear::kTeams == 2, "the tiles of a team: every second one of an expert");
-  const uint32_t all = args.weight.row_bytes / kBoxRowBytes;
-  const uint32_t weight_bytes = args.block_outputs * kBoxRowBytes;
-  constexpr uint32_t kRowsBytes = Rows * kBoxRowBytes;
-  const Box weights = box_at(memory.stage_at(0));
-  const Box tokens = box_at(memory.stage_at(args.stage_boxes * weight_bytes));
-  LLM_COMM_UNROLL(1)
-  for (ExpertCursor at(units); at.group < units.groups;) {
-    const ExpertCursor unit = at;
-    float sums[Rows / 2] = {};
-    uint32_t stage_before = 0;
+// Tokens of a group, as the lanes of a warp load and multiply them. Rows of the matrix `x` of the kernel's parameters
+// are tokens, or places.
+template <OperandType F, uint32_t Rows, bool OfPlaces>
+class GroupTokens {
+ public:
+  LLM_COMM_DEVICE GroupTokens(const ExpertsArgs& args, const ExpertsMemory& memory) : args_(args), memory_(memory) {}
+
+  LLM_COMM_DEVICE void choose(uint32_t group) {
+    const uint32_t lane = thread_index() % kWarpThreads;
+    const uint32_t rows = ExpertGroup(memory_.groups()[group]).rows();
+    LLM_COMM_UNROLL(4)
+    for (uint32_t n = 0; n < Rows / 8; ++n) {
+      LLM_COMM_UNROLL(2)
+      for (uint32_t c = 0; c < kTokenColumns; ++c) {
+        // Sums of rows that the group lacks are dropped. They are those of its first row.
+        const uint32_t row = 8 * n + token_column(lane, c);
+        const ExpertPlace place(memory_.places()[group * Rows + (row < rows ? row : 0)]);
+        row_[n][c] = OfPlaces ? place.place() : place.token();
+      }
+    }
+  }
+
+  using Pieces = TokenPieces[Rows / 8][kTokenColumns];
+  LLM_COMM_DEVICE void load(Pieces& pieces, uint32_t box) const {
+    const uint32_t lane = thread_index() % kWarpThreads;
+    LLM_COMM_UNROLL(4)
+    for (uint32_t n = 0; n < Rows / 8; ++n) {
+      LLM_COMM_UNROLL(2)
+      for (uint32_t c = 0; c < kTokenColumns; ++c) {
+        const uint64_t row = uint64_t{row_[n][c]} * args_.weight.row_bytes;
+        pieces[n][c] = load_pieces(lane, static_cast<const char*>(args_.x) + row + box * kBoxRowBytes);
+      }
+    }
+  }
+
+  // Sums of the left and of the right halves of tiles, of each 8 rows.
+  using Sums = float[Rows / 8][2][4];
+  LLM_COMM_DEVICE static void multiply(Sums& sums, SharedAddress place, const Pieces& pieces) {
+    LLM_COMM_UNROLL(4)
+    for (uint32_t n = 0; n < Rows / 8; ++n) multiply_rows<F>(sums[n], place, pieces[n]);
+  }
+
+ private:
+  const ExpertsArgs& args_;
+  const ExpertsMemory& memory_;
+  uint32_t row_[Rows / 8][kTokenColumns];
+};
+
+// ---- Gate and up -----------------------------------------------------------------------------------------------------
+
+// The fetching warp. All its lanes call all methods.
+class GateUpFetch {
+ public:
+  LLM_COMM_DEVICE GateUpFetch(const ExpertsArgs& args, const ExpertsMemory& memory, const ExpertUnits& units)
+      : args_(args), memory_(memory), units_(units), unit_(units.first()) {}
+
+  // Fetches into all stages that have not been read.
+  LLM_COMM_DEVICE void begin() {
     LLM_COMM_UNROLL(1)
-    do {
-      const uint32_t boxes = all - at.first < args.stage_boxes ? all - at.first : args.stage_boxes;
-      barrier_wait(memory.full(at.stage), at.round % 2);
-      if constexpr (Gated) acquire_lines();
+    while (units_.have(unit_) && round_ == 0) next();
+  }
+  LLM_COMM_DEVICE void run() {
+    LLM_COMM_UNROLL(1)
+    while (units_.have(unit_)) {
+      barrier_wait(memory_.empty(stage_), (round_ - 1) % 2);
+      warp_sync();  // keeps the lanes in one round, as in LinearFetch
+      next();
+    }
+  }
+
+ private:
+  LLM_COMM_DEVICE void next() {
+    constexpr uint32_t kStageBytes = experts::kWarps * experts::kUnitRows * kBoxRowBytes;
+    const SharedAddress full = memory_.full(stage_);
+    fetch_begin(full, kStageBytes);
+    fetch_boxes<2, true>(memory_.stages() + stage_ * kStageBytes, args_.weight, unit_.tile * (experts::kUnitRows / 2),
+                         box_, experts::kUnitRows, experts::kWarps, full, BoxUse::kOnce,
+                         2 * ExpertGroup(memory_.groups()[unit_.group]).expert());
+    fetch_end(full);
+    box_ += experts::kWarps;
+    if (box_ * kBoxRowBytes >= args_.weight.row_bytes) {
+      box_ = 0;
+      unit_ = units_.after(unit_);
+    }
+    if (++stage_ < args_.stages) return;
+    stage_ = 0;
+    ++round_;
+  }
+
+  const ExpertsArgs& args_;
+  const ExpertsMemory& memory_;
+  const ExpertUnits& units_;
+  ExpertUnit unit_;
+  uint32_t box_ = 0;
+  uint32_t stage_ = 0, round_ = 0;
+};
+
+// Adds up the sums of the warps that share a unit. Each of the first `warps` warps calls add() for every unit.
+template <uint32_t Rows>
+class SumsOfWarps {
+ public:
+  LLM_COMM_DEVICE SumsOfWarps(const ExpertsMemory& memory, uint32_t warp, uint32_t warps)
+      : memory_(memory), warp_(warp), warps_(warps) {}
+
+  // Returns true in one of the warps. Its `sums` are then those of all.
+  LLM_COMM_DEVICE bool add(float (&sums)[Rows / 8][4]) {
+    const uint32_t buffer = done_ % experts::kSumsBuffers;
+    const uint32_t parity = done_ / experts::kSumsBuffers % 2;
+    if (done_ >= experts::kSumsBuffers) barrier_wait(memory_.sums_empty(buffer), parity ^ 1);
+    LLM_COMM_UNROLL(4)
+    for (uint32_t n = 0; n < Rows / 8; ++n) {
+      *line(warp_, buffer, n) = {{float_to_bits(sums[n][0]), float_to_bits(sums[n][1]), float_to_bits(sums[n][2]),
+                                  float_to_bits(sums[n][3])}};
+    }
+    arrive_as_warp(memory_.sums_full(buffer));
+    if (done_++ % warps_ != warp_) return false;
+    barrier_wait(memory_.sums_full(buffer), parity);
+    LLM_COMM_UNROLL(4)
+    for (uint32_t n = 0; n < Rows / 8; ++n) {
+      LLM_COMM_UNROLL(4)
+      for (uint32_t i = 0; i < 4; ++i) sums[n][i] = 0.0f;
       LLM_COMM_UNROLL(1)
-      for (uint32_t i = (at.first + team) % 2; i < boxes; i += 2) {
-        multiply_boxes<F>(sums, moved(weights, at.offset + i * weight_bytes), args.block_outputs,
-                          moved(tokens, at.offset + i * kRowsBytes));
-      }
-      multiply_end();
-      if (at.first > 0) {
-        multiply_wait<1>(sums);
-        arrive_as_warp(memory.empty(stage_before));
-      }
-      stage_before = at.stage;
-      at.advance(args, units, all);
-    } while (at.first > 0);
-    multiply_wait<0>(sums);
-    arrive_as_warp(memory.empty(stage_before));
-    take(sums, unit);
-  }
-}
-
-// Line of outputs from the sums of both teams. `of_even`: those of the even tiles. With `factor`, the activation of gate
-// and up times it; up lies `outputs` behind gate.
-template <DataType D, bool Gated>
-LLM_COMM_DEVICE Line line_of_sums(const ExpertsArgs& args, const float* of_even, uint32_t to_odd, uint32_t outputs,
-                                  float factor) {
-  const float* const of_odd = of_even + to_odd;
-  Line line{};
-  LLM_COMM_UNROLL(8)
-  for (uint32_t j = 0; j < linear::kLineElements; ++j) {
-    uint16_t bits = Element<D>::round(of_even[j] + of_odd[j]);
-    if constexpr (Gated) {
-      const uint16_t up = Element<D>::round(of_even[outputs + j] + of_odd[outputs + j]);
-      bits = Element<D>::round(Element<D>::value(activate_and_mul<D>(args.epilogue, bits, up)) * factor);
-    }
-    line.word[j / 2] |= static_cast<uint32_t>(bits) << 16 * (j % 2);
-  }
-  return line;
-}
-
-template <OperandType F, DataType D, bool Gated, uint32_t Rows>
-LLM_COMM_KERNEL(linear::kThreads)
-experts_layer(LLM_COMM_KERNEL_PARAM ExpertsArgs args) {
-  const ExpertsMemory memory{tile_memory(), args.stages_offset};
-  const uint32_t team = same_in_warp(thread_index() / kTeamThreads);
-  const bool fetches = team == linear::kTeams;
-  const uint32_t outputs = args.block_outputs / (Gated ? 2 : 1);
-  const uint32_t tiles = (args.weight.rows + outputs - 1) / outputs;
-  const uint32_t lines = outputs / linear::kLineElements;
-  // The padding avoids bank conflicts between the threads of a warp.
-  const uint32_t stride = args.block_outputs + linear::kSumsPadding;
-  float* const sums_of_teams = memory.sums();
-  if constexpr (Gated) grid_dependency_wait();  // for the router's choice
-  const uint32_t groups = same_in_warp(find_groups<Rows>(args, memory));
-  const ExpertUnits units = Gated ? ExpertUnits::of_gate_up(groups, tiles) : ExpertUnits::of_down(groups, tiles);
-  const ExpertsFetch<Gated, Rows> fetch(args, memory, units);
-  if (fetches) {
-    fetch.begin();
-  } else {
-    find_rows<Gated>(args, memory);
-    if constexpr (!Gated) {
-      for (uint32_t i = thread_index(); i < linear::kTeams * args.tokens * stride; i += linear::kTeams * kTeamThreads) {
-        sums_of_teams[i] = 0.0f;
+      for (uint32_t warp = 0; warp < warps_; ++warp) {
+        const Line of_warp = *line(warp, buffer, n);
+        LLM_COMM_UNROLL(4)
+        for (uint32_t i = 0; i < 4; ++i) sums[n][i] += bits_to_float(of_warp.word[i]);
       }
     }
+    arrive_as_warp(memory_.sums_empty(buffer));
+    return true;
   }
-  block_sync();
-  if (fetches) {
-    fetch.run();
-  } else if constexpr (Gated) {
-    uint32_t done = 0;  // units
-    multiply_for_experts<F, Gated, Rows>(args, memory, units, team, [&](auto& sums, const ExpertCursor& unit) {
-      const uint32_t thread = thread_index() % kTeamThreads;
-      if (done > 0) barrier_wait(memory.sums_empty(), (done - 1) % 2);
-      LLM_COMM_UNROLL(16)
-      for (uint32_t i = 0; i < Rows / 2; ++i) {
-        const uint32_t output = output_of(thread, i);
-        if (output < args.block_outputs) {
-          sums_of_teams[(team * Rows + token_of(thread, i)) * stride + output] = sums[i];
+
+ private:
+  // Four sums of this lane.
+  LLM_COMM_DEVICE Line* line(uint32_t warp, uint32_t buffer, uint32_t n) const {
+    const uint32_t of_lane0 = ((warp * experts::kSumsBuffers + buffer) * (Rows / 8) + n) * kWarpThreads;
+    return pointer_to<Line>(memory_.sums()) + of_lane0 + thread_index() % kWarpThreads;
+  }
+
+  const ExpertsMemory& memory_;
+  uint32_t warp_;
+  uint32_t warps_;
+  uint32_t done_ = 0;  // units
+};
+
+template <OperandType F, DataType D, uint32_t Rows>
+LLM_COMM_DEVICE void multiply_gate_up(const ExpertsArgs& args, const ExpertsMemory& memory, const ExpertUnits& units,
+                                      uint32_t warp) {
+  constexpr uint32_t kBoxBytes = experts::kUnitRows * kBoxRowBytes;
+  const uint32_t lane = thread_index() % kWarpThreads;
+  const uint32_t boxes = args.weight.row_bytes / kBoxRowBytes;
+  const bool has_boxes = warp < boxes;
+  SumsOfWarps<Rows> sums_of_warps(memory, warp, boxes < experts::kWarps ? boxes : experts::kWarps);
+  GroupTokens<F, Rows, false> tokens(args, memory);
+  typename decltype(tokens)::Pieces pieces;
+  uint32_t stage = 0, parity = 0;
+  ExpertUnit unit = units.first();
+  if (has_boxes && units.have(unit)) {
+    tokens.choose(unit.group);
+    tokens.load(pieces, warp);
+  }
+  LLM_COMM_UNROLL(1)
+  while (units.have(unit)) {
+    const ExpertUnit next = units.after(unit);
+    typename decltype(tokens)::Sums sums = {};
+    LLM_COMM_UNROLL(1)
+    for (uint32_t first = 0; first < boxes; first += experts::kWarps) {
+      const uint32_t box = first + warp;
+      barrier_wait(memory.full(stage), parity);
+      if (box < boxes) tokens.multiply(sums, memory.stages() + (stage * experts::kWarps + warp) * kBoxBytes, pieces);
+      arrive_as_warp(memory.empty(stage));
+      if (++stage == args.stages) {
+        stage = 0;
+        parity ^= 1;
+      }
+      if (box + experts::kWarps < boxes) {
+        tokens.load(pieces, box + experts::kWarps);
+      } else if (first + experts::kWarps >= boxes && has_boxes && units.have(next)) {
+        if (next.group != unit.group) tokens.choose(next.group);
+        tokens.load(pieces, warp);
+      }
+    }
+    if (has_boxes) {
+      float own[Rows / 8][4];
+      LLM_COMM_UNROLL(4)
+      for (uint32_t n = 0; n < Rows / 8; ++n) {
+        LLM_COMM_UNROLL(4)
+        for (uint32_t i = 0; i < 4; ++i) own[n][i] = sums[n][0][i] + sums[n][1][i];
+      }
+      if (sums_of_warps.add(own)) {
+        const uint32_t rows = ExpertGroup(memory.groups()[unit.group]).rows();
+        // Two lanes have neighbouring outputs of two tokens. Each stores both outputs of one token.
+        const uint32_t output = row_of_sum(lane, 0);
+        const uint32_t is_second = output % 2;
+        LLM_COMM_UNROLL(4)
+        for (uint32_t n = 0; n < Rows / 8; ++n) {
+          uint32_t bits[2];
+          LLM_COMM_UNROLL(2)
+          for (uint32_t i = 0; i < 2; ++i) {
+            bits[i] = activate_and_mul<D>(args.epilogue, Element<D>::round(own[n][i]), Element<D>::round(own[n][2 + i]));
+          }
+          const uint32_t kept = is_second != 0 ? bits[1] : bits[0];
+          const uint32_t given = is_second != 0 ? bits[0] : bits[1];
+          const uint32_t taken = float_to_bits(shuffle_xor(bits_to_float(given), kLanesToNextRow));
+          const uint32_t row = 8 * n + token_of(lane, is_second);
+          if (row >= rows) continue;
+          const uint64_t place = ExpertPlace(memory.places()[unit.group * Rows + row]).place();
+          const uint64_t first = place * args.weight.rows + unit.tile * (experts::kUnitRows / 2) + (output - is_second);
+          store_plain(static_cast<uint32_t*>(args.out) + first / 2,
+                      is_second != 0 ? taken | kept << 16 : kept | taken << 16);
         }
       }
-      arrive_as_warp(memory.sums_full());
-      barrier_wait(memory.sums_full(), done % 2);
-      const ExpertGroup group = memory.groups()[unit.group];
-      LLM_COMM_UNROLL(1)
-      for (uint32_t i = thread_index(); i < group.rows() * lines; i += linear::kTeams * kTeamThreads) {
-        const uint32_t output = i % lines * linear::kLineElements;
-        const uint32_t row = group.first_row() + i / lines;
-        if (unit.tile * outputs + output >= args.weight.rows) continue;
-        store_line(static_cast<uint16_t*>(args.out) + uint64_t{row} * args.weight.rows + unit.tile * outputs + output,
-                   line_of_sums<D, Gated>(args, sums_of_teams + i / lines * stride + output, Rows * stride, outputs,
-                                          memory.factor_of_row()[row]));
-      }
-      arrive_as_warp(memory.sums_empty());
-      ++done;
-    });
-  } else {
-    multiply_for_experts<F, Gated, Rows>(args, memory, units, team, [&](auto& sums, const ExpertCursor& unit) {
-      const uint32_t thread = thread_index() % kTeamThreads;
-      const ExpertGroup group = memory.groups()[unit.group];
-      LLM_COMM_UNROLL(16)
-      for (uint32_t i = 0; i < Rows / 2; ++i) {
-        const uint32_t output = output_of(thread, i);
-        const uint32_t row = token_of(thread, i);
-        if (output >= args.block_outputs || row >= group.rows()) continue;
-        const uint32_t token = memory.token_of_row()[group.first_row() + row];
-        sums_of_teams[(team * args.tokens + token) * stride + output] += sums[i];
-      }
-      warp_sync();  // another lane may add to the same sum for the next group
-    });
+    }
+    unit = next;
   }
-  block_sync();  // also keeps the fetching warp until its copies have arrived
-  if constexpr (Gated) return;
-  // `out` may be written: the fetching warp has waited for earlier grids, also where it had nothing to fetch.
-  const uint32_t first = block_index() * outputs;
+}
+
+template <OperandType F, DataType D, uint32_t Rows>
+LLM_COMM_KERNEL(experts::kGateUpThreads)
+experts_gate_up(LLM_COMM_KERNEL_PARAM ExpertsArgs args) {
+  const ExpertsMemory memory{tile_memory(), args.layout};
+  const uint32_t warp = same_in_warp(thread_index() / kWarpThreads);
+  memory.clear_tokens(args.experts);
+  if (warp == experts::kWarps) {
+    const uint32_t boxes = args.weight.row_bytes / kBoxRowBytes;
+    LLM_COMM_UNROLL(1)
+    for (uint32_t stage = 0; stage < args.stages; ++stage) {
+      barrier_init(memory.full(stage), kFetchArrivals);
+      barrier_init(memory.empty(stage), experts::kWarps);
+    }
+    LLM_COMM_UNROLL(2)
+    for (uint32_t buffer = 0; buffer < experts::kSumsBuffers; ++buffer) {
+      barrier_init(memory.sums_full(buffer), boxes < experts::kWarps ? boxes : experts::kWarps);
+      barrier_init(memory.sums_empty(buffer), 1);
+    }
+    barrier_init_fence();
+  }
+  block_sync();
+  grid_dependency_wait();  // for x and the router's choice
+  grid_dependency_trigger();
+  const uint32_t groups = same_in_warp(find_groups<Rows>(args, memory));
+  const uint32_t tiles = args.weight.rows / (experts::kUnitRows / 2);
+  const ExpertUnits units{tiles, block_index(), groups * tiles, block_count()};
+  if (warp == experts::kWarps) {
+    GateUpFetch fetch(args, memory, units);
+    fetch.begin();
+    block_sync();
+    fetch.run();
+  } else {
+    find_places<Rows, true>(args, memory);
+    block_sync();
+    multiply_gate_up<F, D, Rows>(args, memory, units, warp);
+  }
+}
+
+// ---- Down ------------------------------------------------------------------------------------------------------------
+
+// Fetches of a warp into its ring. All lanes call all methods.
+class DownFetch {
+ public:
+  LLM_COMM_DEVICE DownFetch(const ExpertsArgs& args, const ExpertsMemory& memory, const ExpertUnits& units,
+                            uint32_t warp)
+      : args_(args),
+        memory_(memory),
+        units_(units),
+        boxes_(args.weight.row_bytes / kBoxRowBytes),
+        stage_bytes_(args.stage_boxes * args.unit_rows * kBoxRowBytes),
+        ring_(memory.stages() + warp * args.stages * stage_bytes_),
+        full_(memory.full(0, warp)),
+        unit_(units.first()) {}
+
+  LLM_COMM_DEVICE SharedAddress stage_at(uint32_t stage) const { return ring_ + stage * stage_bytes_; }
+  LLM_COMM_DEVICE SharedAddress full(uint32_t stage) const { return full_ + 8 * stage; }
+
+  // Fetches into the next stage of the ring, if tiles are left. The lanes have read what was there.
+  LLM_COMM_DEVICE void next() {
+    if (!units_.have(unit_)) return;
+    const uint32_t row = block_index() * args_.block_outputs + unit_.tile * args_.unit_rows;
+    fetch_begin(full(stage_), stage_bytes_);
+    fetch_boxes<1, true>(stage_at(stage_), args_.weight, row, box_, args_.unit_rows, args_.stage_boxes, full(stage_),
+                         BoxUse::kOnce, ExpertGroup(memory_.groups()[unit_.group]).expert());
+    fetch_end(full(stage_));
+    box_ += args_.stage_boxes;
+    if (box_ >= boxes_) {
+      box_ = 0;
+      unit_ = units_.after(unit_);
+    }
+    if (++stage_ == args_.stages) stage_ = 0;
+  }
+
+ private:
+  const ExpertsArgs& args_;
+  const ExpertsMemory& memory_;
+  const ExpertUnits& units_;
+  uint32_t boxes_;  // of a row
+  uint32_t stage_bytes_;
+  SharedAddress ring_;
+  SharedAddress full_;
+  ExpertUnit unit_;
+  uint32_t box_ = 0;
+  uint32_t stage_ = 0;
+};
+
+// Writes the products of a warp's units to shared memory. The tokens of two tiles are loaded together.
+template <OperandType F, uint32_t Rows>
+LLM_COMM_DEVICE void multiply_down(const ExpertsArgs& args, const ExpertsMemory& memory, const ExpertUnits& units,
+                                   DownFetch& fetch, uint32_t stride) {
+  constexpr uint32_t kTogether = experts::kTilesTogether;
+  const uint32_t lane = thread_index() % kWarpThreads;
+  const uint32_t boxes = args.weight.row_bytes / kBoxRowBytes;
+  GroupTokens<F, Rows, true> tokens(args, memory);
+  typename decltype(tokens)::Pieces pieces[kTogether];
+  const auto load = [&](uint32_t first) {
+    LLM_COMM_UNROLL(2)
+    for (uint32_t i = 0; i < kTogether; ++i) {
+      if (first + i < boxes) tokens.load(pieces[i], first + i);
+    }
+  };
+  uint32_t stage = 0, parity = 0, of_stage = 0;
+  ExpertUnit unit = units.first();
+  if (units.have(unit)) {
+    tokens.choose(unit.group);
+    load(0);
+  }
   LLM_COMM_UNROLL(1)
-  for (uint32_t i = thread_index(); i < args.tokens * lines; i += block_threads()) {
-    const uint32_t token = i / lines;
-    const uint32_t output = i % lines * linear::kLineElements;
-    if (first + output >= args.weight.rows) continue;
-    store_line(static_cast<uint16_t*>(args.out) + uint64_t{token} * args.weight.rows + first + output,
-               line_of_sums<D, Gated>(args, sums_of_teams + token * stride + output, args.tokens * stride, 0, 0.0f));
+  while (units.have(unit)) {
+    const ExpertUnit next = units.after(unit);
+    typename decltype(tokens)::Sums sums = {};
+    LLM_COMM_UNROLL(1)
+    for (uint32_t first = 0; first < boxes; first += kTogether) {
+      if (of_stage == 0) barrier_wait(fetch.full(stage), parity);
+      LLM_COMM_UNROLL(2)
+      for (uint32_t i = 0; i < kTogether; ++i) {
+        if (first + i >= boxes) continue;
+        tokens.multiply(sums, fetch.stage_at(stage) + (of_stage + i) * (args.unit_rows * kBoxRowBytes), pieces[i]);
+      }
+      of_stage += kTogether;
+      if (of_stage == args.stage_boxes || first + kTogether >= boxes) {
+        of_stage = 0;
+        warp_sync();  // all lanes have read the stage
+        fetch.next();
+        if (++stage == args.stages) {
+          stage = 0;
+          parity ^= 1;
+        }
+      }
+      if (first + kTogether < boxes) {
+        load(first + kTogether);
+      } else if (units.have(next)) {
+        tokens.choose(next.group);
+        load(0);
+      }
+    }
+    const uint32_t rows = ExpertGroup(memory.groups()[unit.group]).rows();
+    LLM_COMM_UNROLL(4)
+    for (uint32_t n = 0; n < Rows / 8; ++n) {
+      LLM_COMM_UNROLL(4)
+      for (uint32_t i = 0; i < 4; ++i) {
+        const uint32_t row = 8 * n + token_of(lane, i);
+        const uint32_t output = row_of_sum(lane, i);
+        if (row >= rows || output >= args.unit_rows) continue;
+        const uint32_t place = ExpertPlace(memory.places()[unit.group * Rows + row]).place();
+        memory.products()[place * stride + unit.tile * args.unit_rows + output] = sums[n][0][i] + sums[n][1][i];
+      }
+    }
+    unit = next;
+  }
+}
+
+template <OperandType F, DataType D, uint32_t Rows>
+LLM_COMM_KERNEL(experts::kDownThreads)
+experts_down(LLM_COMM_KERNEL_PARAM ExpertsArgs args) {
+  const ExpertsMemory memory{tile_memory(), args.layout};
+  const uint32_t warp = same_in_warp(thread_index() / kWarpThreads);
+  memory.clear_tokens(args.experts);
+  LLM_COMM_UNROLL(1)
+  for (uint32_t stage = 0; stage < args.stages; ++stage) barrier_init(memory.full(stage, warp), kFetchArrivals);
+  barrier_init_fence();
+  block_sync();
+  const uint32_t groups = same_in_warp(find_groups<Rows>(args, memory));
+  const uint32_t tiles = args.block_outputs / args.unit_rows;
+  const ExpertUnits units{tiles, warp, groups * tiles, experts::kWarps};
+  DownFetch fetch(args, memory, units, warp);
+  LLM_COMM_UNROLL(1)
+  for (uint32_t stage = 0; stage < args.stages; ++stage) fetch.next();
+  find_places<Rows, false>(args, memory);
+  block_sync();
+  grid_dependency_wait();  // for the state between the layers, and for who reads what `out` holds
+  grid_dependency_trigger();
+  // The padding avoids bank conflicts between the lanes of a warp.
+  const uint32_t stride = args.block_outputs + linear::kSumsPadding;
+  multiply_down<F, Rows>(args, memory, units, fetch, stride);
+  block_sync();
+  // A thread has two neighbouring outputs.
+  const uint32_t first_output = block_index() * args.block_outputs;
+  const uint32_t pairs = args.block_outputs / 2;
+  LLM_COMM_UNROLL(1)
+  for (uint32_t i = thread_index(); i < args.tokens * pairs; i += experts::kDownThreads) {
+    const uint32_t token = i / pairs;
+    const uint32_t output = i % pairs * 2;
+    if (first_output + output >= args.weight.rows) continue;
+    float low = 0.0f, high = 0.0f;
+    LLM_COMM_UNROLL(4)
+    for (uint32_t k = 0; k < args.top_k; ++k) {
+      const uint32_t place = token * args.top_k + k;
+      const float factor = memory.factors()[place];
+      const bool stands = memory.stands()[place] != 0;
+      const float* const of_place = memory.products() + place * stride + output;
+      low = multiply_add(factor, stands ? of_place[0] : 0.0f, low);
+      high = multiply_add(factor, stands ? of_place[1] : 0.0f, high);
+    }
+    store_plain(static_cast<uint32_t*>(args.out) + (uint64_t{token} * args.weight.rows + first_output + output) / 2,
+                static_cast<uint32_t>(Element<D>::round(low)) | static_cast<uint32_t>(Element<D>::round(high)) << 16);
   }
 }
 
@@ -420,11 +625,11 @@ template <OperandType F, DataType D>
 ExpertsKernel ExpertsKernels<F, D>::find(bool is_gated, uint32_t rows) {
   switch (rows) {
     case 8:
-      return is_gated ? &experts_layer<F, D, true, 8> : &experts_layer<F, D, false, 8>;
+      return is_gated ? &experts_gate_up<F, D, 8> : &experts_down<F, D, 8>;
     case 16:
-      return is_gated ? &experts_layer<F, D, true, 16> : &experts_layer<F, D, false, 16>;
+      return is_gated ? &experts_gate_up<F, D, 16> : &experts_down<F, D, 16>;
     case 32:
-      return is_gated ? &experts_layer<F, D, true, 32> : &experts_layer<F, D, false, 32>;
+      return is_gated ? &experts_gate_up<F, D, 32> : &experts_down<F, D, 32>;
     default:
       return nullptr;
   }

@@ -12,24 +12,17 @@ namespace llm_comm::experts {
 inline constexpr uint32_t kMaxExperts = 512;
 inline constexpr uint32_t kMaxTopK = 16;
 inline constexpr uint32_t kMaxTokens = linear::kMaxTokens;
-// Rows of the state between the layers: one for each token of each expert.
-inline constexpr uint32_t kMaxRows = kMaxTokens * kMaxTopK;
-// Groups of at least 8 rows, of which those of an expert have fewer once.
-inline constexpr uint32_t kMaxGroups = kMaxExperts + kMaxRows / 8;
-// Experts whose rows and groups a thread adds up before those of all are.
-inline constexpr uint32_t kExpertsOfSubtotal = 16;
-
-// Bytes before the sums of the teams: barriers of the stages and of the sums, and what each block finds out about the
-// router's choice. The sums precede the stages, which begin at a multiple of kBoxAlignment, as tiles must.
-inline constexpr uint32_t kSumsBarriersOffset = linear::kBarrierBytes;
-inline constexpr uint32_t kTokensOffset = kSumsBarriersOffset + 16;
-inline constexpr uint32_t kSubtotalsOffset = kTokensOffset + kMaxExperts * 8;
-inline constexpr uint32_t kGroupsOffset = kSubtotalsOffset + kMaxExperts / kExpertsOfSubtotal * 4;
-inline constexpr uint32_t kFirstRowsOffset = kGroupsOffset + kMaxGroups * 4;
-inline constexpr uint32_t kIdsOffset = kFirstRowsOffset + kMaxExperts * 2;
-inline constexpr uint32_t kTokenOfRowOffset = kIdsOffset + kMaxRows * 2;
-inline constexpr uint32_t kFactorOfRowOffset = kTokenOfRowOffset + kMaxRows;
-inline constexpr uint32_t kHeaderBytes = kFactorOfRowOffset + kMaxRows * 4;
+inline constexpr uint32_t kWarps = 8;  // that multiply
+inline constexpr uint32_t kDownThreads = kWarps * kWarpThreads;
+inline constexpr uint32_t kGateUpThreads = kDownThreads + kWarpThreads;  // one warp fetches
+inline constexpr uint32_t kMaxStages = 16;
+// Rows of a weight tile that a warp multiplies at once; of gate and up half of them each.
+inline constexpr uint32_t kUnitRows = 16;
+// Tiles of a row whose tokens the lanes of the down-projection load together.
+inline constexpr uint32_t kTilesTogether = 2;
+// Sums of a unit of gate and up that a warp may be ahead.
+inline constexpr uint32_t kSumsBuffers = 2;
+inline constexpr uint32_t kBarrierBytes = kWarps * kMaxStages * 8;
 
 // Throws std::invalid_argument for a problem that the kernels do not serve.
 void check(const Problem& problem);
@@ -41,11 +34,12 @@ constexpr uint32_t most_active(const Problem& problem) {
 // Most tokens that are multiplied together, for which there is a kernel.
 uint32_t group_rows(const Problem& problem);
 // Tiling of gate and up (`is_gated`) or of the down-projection for a device: `choice` with its zero fields filled in.
-// Throws std::invalid_argument for a tiling that the kernel does not support or that exceeds `max_shared_bytes`.
+// `stages` and `stage_boxes` of the down-projection are those of a warp. Throws std::invalid_argument for a tiling that
+// the kernel does not support or that exceeds `max_shared_bytes`.
 Choice choose(const Problem& problem, bool is_gated, Choice choice, uint32_t sm_count, uint32_t max_shared_bytes);
-uint32_t stage_bytes(const Problem& problem, const Choice& choice);
-// Bytes before the stages.
-uint32_t stages_offset(const Problem& problem, bool is_gated, const Choice& choice);
-Grid grid(const Problem& problem, bool is_gated, const Choice& choice, uint32_t sm_count);
+// Rows of a weight tile.
+uint32_t unit_rows(bool is_gated, const Choice& choice);
+Layout layout(const Problem& problem, bool is_gated, const Choice& choice);
+Grid grid(const Problem& problem, bool is_gated, const Choice& choice, uint32_t sm_count, uint32_t max_shared_bytes);
 
 }  // namespace llm_comm::experts

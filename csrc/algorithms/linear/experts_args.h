@@ -1,26 +1,26 @@
 // Parameters of the experts' kernels, and their place in shared memory.
 #pragma once
 
-#include "algorithms/linear/problem.h"
+#include "algorithms/linear/experts_problem.h"
 #include "llm_comm/matrix_view.h"
 
 namespace llm_comm::inline LLM_COMM_TARGET {
 
 struct ExpertsArgs {
   MatrixView weight;  // a part for each matrix: gate and up of each expert, or its down-projection
-  MatrixView x;       // of gate and up: the tokens. Of the down-projection: the state between the layers
+  const void* x;      // of gate and up: the tokens. Of the down-projection: the state between the layers
   void* out;
   const uint32_t* ids;      // [tokens, top_k]; other numbers than those of experts add nothing
   const uint32_t* factors;  // [tokens, top_k], bits of floats
   LinearEpilogue epilogue;
+  experts::Layout layout;
   uint32_t tokens;
   uint32_t top_k;
   uint32_t experts;
   uint32_t block_outputs;
-  uint32_t stages;
-  uint32_t stage_boxes;
-  uint32_t stage_bytes;
-  uint32_t stages_offset;
+  uint32_t unit_rows;    // rows of a weight tile: of gate and up together, or of the down-projection
+  uint32_t stages;       // of the block, or of a warp of the down-projection
+  uint32_t stage_boxes;  // of the down-projection
 };
 
 using ExpertsKernel = void (*)(ExpertsArgs);

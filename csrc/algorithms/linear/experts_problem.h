@@ -25,4 +25,19 @@ struct Problem {
 // Tiling of one of the two layers.
 using Choice = LinearChoice;
 
+// Offsets in bytes of what a block keeps in shared memory. Its first bytes are the barriers.
+struct Layout {
+  uint32_t tokens;        // two words for each expert. Bit t % 32 of word t / 32: token t has the expert
+  uint32_t warp_groups;   // for each warp: groups of the experts that its lanes count
+  uint32_t groups;        // their experts and sizes
+  uint32_t first_groups;  // of each expert
+  uint32_t places;        // of the rows of each group
+  uint32_t ids;           // the router's choice
+  uint32_t stands;        // of the down-projection: whether a place stands for an expert
+  uint32_t factors;       // of the down-projection: of each place
+  uint32_t products;      // of the down-projection: [place][output of the block]
+  uint32_t sums;          // of gate and up: of the warps
+  uint32_t stages;
+};
+
 }  // namespace llm_comm::experts

@@ -139,18 +139,6 @@ LLM_COMM_DEVICE void fetch_number(SharedAddress to, const float* from) {
   asm volatile("cp.async.ca.shared.global [%0], [%1], 4;" ::"r"(to), "l"(from) : "memory");
 }
 
-LLM_COMM_DEVICE void fetch_line(SharedAddress tile, uint32_t row, uint32_t piece, const void* from) {
-  const uint32_t place = tile + row * kBoxRowBytes + (piece ^ row % 8) * static_cast<uint32_t>(sizeof(Line));
-  asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(place), "l"(from) : "memory");
-}
-
-// wgmma reads shared memory through the async proxy, and cp.async writes it through the generic one.
-LLM_COMM_DEVICE void acquire_lines() {
-#if LLM_COMM_HAS_WGMMA
-  asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
-#endif
-}
-
 template <bool Numbers = false>
 LLM_COMM_DEVICE void fetch_end(SharedAddress full) {
   if constexpr (Numbers || !LLM_COMM_HAS_TMA) {
@@ -162,6 +150,31 @@ LLM_COMM_DEVICE void fetch_end(SharedAddress full) {
 
 // Bytes of a row that one wgmma or mma.sync consumes, for every element type.
 inline constexpr uint32_t kStepBytes = 32;
+
+namespace tiles {
+
+// mma.sync of 16 rows and 8 tokens. FP8 needs sm_89; the host launches no FP8 layer on older GPUs.
+template <OperandType F>
+LLM_COMM_DEVICE void multiply_fragments(float* sums, const uint32_t (&a)[4], const uint32_t (&b)[2]) {
+#define LLM_COMM_MMA(shape_and_types)                                                                             \
+  asm("mma.sync.aligned." shape_and_types " {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"                \
+      : "+f"(sums[0]), "+f"(sums[1]), "+f"(sums[2]), "+f"(sums[3])                                                \
+      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]))
+  if constexpr (F == OperandType::kFloat8) {
+#if __CUDA_ARCH__ >= 890
+    LLM_COMM_MMA("m16n8k32.row.col.f32.e4m3.e4m3.f32");
+#else
+    __trap();
+#endif
+  } else if constexpr (F == OperandType::kBFloat16) {
+    LLM_COMM_MMA("m16n8k16.row.col.f32.bf16.bf16.f32");
+  } else {
+    LLM_COMM_MMA("m16n8k16.row.col.f32.f16.f16.f32");
+  }
+#undef LLM_COMM_MMA
+}
+
+}  // namespace tiles
 
 #if LLM_COMM_HAS_WGMMA
 
@@ -289,17 +302,6 @@ LLM_COMM_DEVICE uint32_t piece(Box box, uint32_t row, uint32_t piece_of_row) {
   return box.place + row * kBoxRowBytes + (piece_of_row ^ row % 8) * static_cast<uint32_t>(sizeof(Line));
 }
 
-// Needs sm_89; the host launches no FP8 layer on older GPUs.
-LLM_COMM_DEVICE void multiply_fp8(float* sums, const uint32_t (&a)[4], const uint32_t (&b)[2]) {
-#if __CUDA_ARCH__ >= 890
-  asm("mma.sync.aligned.m16n8k32.row.col.f32.e4m3.e4m3.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
-      : "+f"(sums[0]), "+f"(sums[1]), "+f"(sums[2]), "+f"(sums[3])
-      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]));
-#else
-  __trap();
-#endif
-}
-
 }  // namespace tiles
 
 // A warp computes 16 outputs. If only 8 rows of the tile are left, it computes them twice.
@@ -324,21 +326,63 @@ LLM_COMM_DEVICE void multiply_boxes(float (&sums)[N], Box outputs, uint32_t outp
                    : "=r"(b[0]), "=r"(b[1])
                    : "r"(tiles::piece(tokens, 8 * i + lane % 8, 2 * k + lane / 8 % 2))
                    : "memory");
-      if constexpr (F == OperandType::kFloat8) {
-        tiles::multiply_fp8(sums + 4 * i, a, b);
-      } else if constexpr (F == OperandType::kBFloat16) {
-        asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
-            : "+f"(sums[4 * i]), "+f"(sums[4 * i + 1]), "+f"(sums[4 * i + 2]), "+f"(sums[4 * i + 3])
-            : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]));
-      } else {
-        asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
-            : "+f"(sums[4 * i]), "+f"(sums[4 * i + 1]), "+f"(sums[4 * i + 2]), "+f"(sums[4 * i + 3])
-            : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]));
-      }
+      tiles::multiply_fragments<F>(sums + 4 * i, a, b);
     }
   }
 }
 
 #endif  // LLM_COMM_HAS_WGMMA
+
+// ---- Few tokens --------------------------------------------------------------------------------------------------
+//
+// Lane l has pieces l % 4 and l % 4 + 4 of 16 bytes of token l / 4, and multiplies them with the same pieces of two
+// rows. So a lane reads whole pieces, and a step of mma.sync takes four columns of each of four pieces.
+
+inline constexpr uint32_t kTokenColumns = 1;
+LLM_COMM_DEVICE uint32_t token_column(uint32_t lane, uint32_t) { return lane / 4; }
+
+// Lanes that read together have rows r and r + 4: the swizzle puts the same pieces of these into different banks.
+LLM_COMM_DEVICE uint32_t row_of_sum(uint32_t lane, uint32_t i) {
+  return lane / 8 % 4 + lane / 4 % 2 * 4 + i / 2 % 2 * 8;
+}
+inline constexpr uint32_t kLanesToNextRow = 8;
+
+struct TokenPieces {
+  Line low, high;
+};
+
+LLM_COMM_DEVICE TokenPieces load_pieces(uint32_t lane, const char* from) {
+  const char* const piece = from + lane % 4 * sizeof(Line);
+  return {load_line(piece), load_line(piece + 4 * sizeof(Line))};
+}
+
+template <OperandType F>
+LLM_COMM_DEVICE void multiply_rows(float (&sums)[2][4], SharedAddress place,
+                                   const TokenPieces (&tokens)[kTokenColumns]) {
+  const uint32_t lane = thread_index() % kWarpThreads;
+  const uint32_t row = row_of_sum(lane, 0);
+  const SharedAddress low = place + row * kBoxRowBytes + (lane % 4 ^ row) * static_cast<uint32_t>(sizeof(Line));
+  const auto line_at = [](SharedAddress from) {
+    Line line;
+    asm volatile("ld.shared.v4.b32 {%0,%1,%2,%3}, [%4];"
+                 : "=r"(line.word[0]), "=r"(line.word[1]), "=r"(line.word[2]), "=r"(line.word[3])
+                 : "r"(from)
+                 : "memory");
+    return line;
+  };
+  LLM_COMM_UNROLL(2)
+  for (uint32_t half = 0; half < 2; ++half) {
+    const SharedAddress from = low ^ half * (kBoxRowBytes / 2);  // 4 pieces further
+    const Line upper = line_at(from);
+    const Line lower = line_at(from + 8 * kBoxRowBytes);
+    const Line& x = half == 0 ? tokens[0].low : tokens[0].high;
+    LLM_COMM_UNROLL(2)
+    for (uint32_t i = 0; i < 4; i += 2) {
+      const uint32_t a[4] = {upper.word[i], lower.word[i], upper.word[i + 1], lower.word[i + 1]};
+      const uint32_t b[2] = {x.word[i], x.word[i + 1]};
+      tiles::multiply_fragments<F>(sums[half], a, b);
+    }
+  }
+}
 
 }  // namespace llm_comm::inline LLM_COMM_TARGET

@@ -2,6 +2,8 @@
 // thread computes its sums in plain code. The rows of a tile lie one after the other, without a swizzle.
 #pragma once
 
+#include <utility>
+
 #include "llm_comm/fragment.cuh"
 #include "llm_comm/matrix_view.h"
 #include "llm_comm/operand.cuh"
@@ -67,12 +69,6 @@ LLM_COMM_DEVICE void fetch_boxes(SharedAddress to, const MatrixView& matrix, uin
 
 LLM_COMM_DEVICE void fetch_number(SharedAddress to, const float* from) { *pointer_to<float>(to) = load_plain(from); }
 
-LLM_COMM_DEVICE void fetch_line(SharedAddress tile, uint32_t row, uint32_t piece, const void* from) {
-  pointer_to<Line>(tile + row * kBoxRowBytes)[piece] = load_line(from);
-}
-
-LLM_COMM_DEVICE void acquire_lines() {}
-
 template <bool Numbers = false>
 LLM_COMM_DEVICE void fetch_end(SharedAddress full) {
   if constexpr (Numbers) warp_sync();  // the numbers of all lanes
@@ -101,6 +97,39 @@ LLM_COMM_DEVICE void multiply_boxes(float (&sums)[N], Box outputs, uint32_t outp
     const auto* const x = pointer_to<const Operand<F>>(tokens.place + token_of(thread, i) * kBoxRowBytes);
     constexpr uint32_t kColumns = kBoxRowBytes / sizeof(Operand<F>);
     for (uint32_t k = 0; k < kColumns; ++k) sums[i] = multiply_add(weights[k].value(), x[k].value(), sums[i]);
+  }
+}
+
+// ---- Few tokens --------------------------------------------------------------------------------------------------
+
+// A lane has the whole tokens of its sums.
+inline constexpr uint32_t kTokenColumns = 2;
+LLM_COMM_DEVICE uint32_t token_column(uint32_t lane, uint32_t c) { return token_of(lane, c); }
+LLM_COMM_DEVICE uint32_t row_of_sum(uint32_t lane, uint32_t i) { return output_of(lane, i); }
+inline constexpr uint32_t kLanesToNextRow = 4;
+
+struct TokenPieces {
+  Line line[kBoxRowBytes / sizeof(Line)];
+};
+
+LLM_COMM_DEVICE TokenPieces load_pieces(uint32_t, const char* from) {
+  TokenPieces pieces;
+  for (Line& line : pieces.line) line = load_line(std::exchange(from, from + sizeof(Line)));
+  return pieces;
+}
+
+template <OperandType F>
+LLM_COMM_DEVICE void multiply_rows(float (&sums)[2][4], SharedAddress place,
+                                   const TokenPieces (&tokens)[kTokenColumns]) {
+  const uint32_t lane = thread_index() % kWarpThreads;
+  for (uint32_t i = 0; i < 4; ++i) {
+    const auto* const weights = pointer_to<const Operand<F>>(place + row_of_sum(lane, i) * kBoxRowBytes);
+    const auto* const x = reinterpret_cast<const Operand<F>*>(tokens[i % 2].line);
+    constexpr uint32_t kColumns = kBoxRowBytes / sizeof(Operand<F>);
+    for (uint32_t k = 0; k < kColumns; ++k) {
+      float& sum = sums[k / (kColumns / 2)][i];
+      sum = multiply_add(weights[k].value(), x[k].value(), sum);
+    }
   }
 }
 

@@ -23,10 +23,8 @@
 //                 With parts > 1 a tile has rows / parts rows of each part of the matrix, a multiple of 8, from row
 //                 `row` of the part on; the rows of the first part come first. fetch_boxes<parts, true>(..., part): the
 //                 matrix has more parts, and these are `part` and those after it.
-//                 fetch_number(to, from): each lane copies four bytes to the stage. fetch_line(tile, row, piece, from):
-//                 each lane copies a 16-byte piece of a row of the tile. `full` then expects kFetchArrivals +
-//                 kNumberArrivals arrivals, and fetch_end<true>(full) ends the stage. acquire_lines(): between
-//                 barrier_wait(full) and multiply_boxes() of tiles whose lines have been copied so.
+//                 fetch_number(to, from): each lane copies four bytes to the stage. `full` then expects kFetchArrivals +
+//                 kNumberArrivals arrivals, and fetch_end<true>(full) ends the stage.
 // Multiplying     By kTeamThreads threads (a warpgroup) whose first index is a multiple of kTeamThreads: a tile of
 //                 outputs times a tile of tokens, accumulated in fp32. Each thread holds tokens / 2 values in `sums`;
 //                 fragment.cuh says which. Outputs beyond the rows of the tile have undefined values.
@@ -37,6 +35,16 @@
 //                 multiply_wait<n>(sums): waits until all groups but the last n are complete; their tiles may then be
 //                 overwritten. The sums may be read after multiply_wait<0>(sums). The order in which a value is
 //                 accumulated depends only on the columns and on the order of the tiles.
+// Few tokens      By one warp: 16 rows of a tile of 2-byte elements times 8 tokens, which the lanes load themselves, so
+//                 tokens may lie anywhere.
+//                 TokenPieces: what a lane needs of a token for one tile. It holds those of tokens
+//                 token_column(lane, c), c < kTokenColumns, of the 8. load_pieces(lane, from): `from` is where the tile
+//                 begins in the token's row.
+//                 multiply_rows<type>(sums, place, pieces): adds to two times four sums of a lane, those of the left
+//                 and of the right half of the tile's columns. `place`: that of the tile in shared memory, or a multiple
+//                 of 8 of its rows further. Sum i is of row row_of_sum(lane, i) and of token token_of(lane, i)
+//                 (fragment.cuh). Lanes whose index differs by kLanesToNextRow have rows 2 r and 2 r + 1. The columns of
+//                 a row are added in an order that is always the same.
 // Warp            same_in_warp(x): x, which must be the same in all lanes; tells the compiler so. warp_sync(): warp
 //                 barrier.
 #pragma once
