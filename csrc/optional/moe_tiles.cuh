@@ -106,12 +106,8 @@ struct MoeOperation {
     if (problem.units() > kMaxMoeTokens) {
       refuse(std::to_string(problem.units()) + " tokens a rank: it takes up to " + std::to_string(kMaxMoeTokens));
     }
-    if (!is_number_up_to(top_k, kMaxMoeTopK)) {
-      refuse(std::to_string(top_k) + " experts of a token: it takes 1 to " + std::to_string(kMaxMoeTopK));
-    }
-    if (!is_number_up_to(experts, kMaxMoeExperts)) {
-      refuse(std::to_string(experts) + " experts: it takes 1 to " + std::to_string(kMaxMoeExperts));
-    }
+    check_number("top_k", top_k, kMaxMoeTopK);
+    check_number("num_experts", experts, kMaxMoeExperts);
     if (static_cast<uint32_t>(experts) % problem.world != 0) {
       refuse(std::to_string(static_cast<uint32_t>(experts)) + " experts cannot be divided evenly among " +
              std::to_string(problem.world) + " ranks");
@@ -145,8 +141,10 @@ struct MoeOperation {
   }
 
  private:
-  static bool is_number_up_to(double value, uint32_t most) {
-    return value >= 1 && value <= most && value == static_cast<double>(static_cast<uint32_t>(value));
+  static void check_number(const std::string& name, double value, uint32_t most) {
+    if (value >= 1 && value <= most && value == static_cast<double>(static_cast<uint32_t>(value))) return;
+    throw std::invalid_argument(name + " is " + std::to_string(value) + "; it must be a whole number from 1 to " +
+                                std::to_string(most));
   }
 };
 

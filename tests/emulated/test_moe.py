@@ -187,7 +187,7 @@ def exchange_repeatedly() -> None:
         for seed in range(12):
             generator = torch.Generator().manual_seed(seed)
             counts = tuple(torch.randint(0, 6, (comm.world_size,), generator=generator).tolist())
-            case = Case(counts, 128 if seed % 3 else 24, 4, 3, BF16, 5)
+            case = Case(counts, 128 if seed % 3 else 24, 4, 2 + seed % 2, BF16, 5)
             everyone = [tokens_of(case, rank, seed) for rank in range(case.world)]
             check_dispatch(comm, case, everyone, f"call {seed}")
             check_combine(comm, case, everyone, seed, f"call {seed}")
@@ -351,12 +351,16 @@ def refusals(comm: Communicator) -> list[tuple[str, dict[str, Any], str]]:
             {**dispatch, "num_experts": 2 * world + 1},
             "7 experts cannot be divided evenly among 3 ranks",
         ),
-        ("moe_dispatch", {**dispatch, "num_experts": 0}, "experts: it takes 1 to"),
+        (
+            "moe_dispatch",
+            {**dispatch, "num_experts": 0},
+            "num_experts is 0.000000; it must be a whole number from 1 to 65536",
+        ),
         ("moe_dispatch", {**dispatch, "num_experts": 6.0}, "num_experts is 6.0; it must be an int"),
         ("moe_dispatch", {**dispatch, "max_tokens": 1}, "max_tokens is 1; it must be an int of at least the 2 tokens"),
         ("moe_dispatch", {**dispatch, "max_tokens": 129}, "129 tokens a rank: it takes up to 128"),
         ("moe_dispatch", {**dispatch, **many}, "130 tokens a rank: it takes up to 128"),
-        ("moe_dispatch", {**dispatch, **wide}, "18.000000 experts of a token: it takes 1 to 16"),
+        ("moe_dispatch", {**dispatch, **wide}, "top_k is 18.000000; it must be a whole number from 1 to 16"),
         ("moe_dispatch", {**dispatch, "topk_ids": ids.long()}, "topk_ids is torch.int64; it must be torch.int32"),
         ("moe_dispatch", {**dispatch, "topk_weights": weights.half()}, "topk_weights is torch.float16"),
         ("moe_dispatch", {**dispatch, "topk_weights": weights[:1]}, "topk_weights the shape of topk_ids"),
