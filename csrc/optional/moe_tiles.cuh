@@ -18,6 +18,7 @@ inline constexpr uint32_t kMaxMoeTokens = 128;  // of a rank and call
 inline constexpr uint32_t kMaxMoeTopK = 16;
 inline constexpr uint32_t kMaxMoeExperts = 1 << 16;
 inline constexpr uint32_t kMaxMoeRowBytes = 16384;
+inline constexpr uint32_t kMaxMoeGroups = 512;  // scales of a row
 // Maximum threads of a block. A thread then has 80 registers: with fewer the dispatch spills.
 inline constexpr uint32_t kMaxMoeThreads = 768;
 
@@ -29,9 +30,10 @@ struct MoeArgs {
   uint32_t first;           // first place of this launch among max_tokens
   uint32_t places;          // of this launch
   uint32_t row_lines;
+  uint32_t sent_lines;  // of a place, without header and flags: row_lines and the lines of the row's scales
   uint32_t top_k;
   uint32_t rank_experts;  // experts of a rank
-  uint32_t row_tiles;     // tiles of a row
+  uint32_t row_tiles;     // tiles of sent_lines
   uint32_t tile_lines;    // a power of two
   uint32_t tile_lines_log2;
 
@@ -71,7 +73,7 @@ struct MoeTile {
   uint32_t place;  // in this launch
   uint32_t part;   // of the row
   uint32_t token;  // number on its rank
-  uint32_t line;   // of the row, for this thread
+  uint32_t line;   // of sent_lines, for this thread
   bool has_line;
 
   LLM_COMM_DEVICE MoeTile(const MoeArgs& args, uint32_t tile, uint32_t column)
@@ -79,7 +81,7 @@ struct MoeTile {
         part(tile - place * args.row_tiles),
         token(args.first + place),
         line(part * args.tile_lines + column),
-        has_line(line < args.row_lines) {}
+        has_line(line < args.sent_lines) {}
 
   // This thread's line in a tensor of rows.
   LLM_COMM_DEVICE uint32_t line_in(const MoeArgs& args, uint32_t row) const { return row * args.row_lines + line; }
@@ -88,7 +90,7 @@ struct MoeTile {
 // ---- Descriptors -----------------------------------------------------------------------------------------------------
 
 struct MoeOperation {
-  enum Parameter { kExperts, kTopK };
+  enum Parameter { kExperts, kTopK, kGroups };
 
   // `info` with the parameters, and with rows of elements of `element_bytes` bytes.
   static constexpr OperationInfo with_experts(OperationInfo info, uint32_t element_bytes) {
@@ -106,21 +108,32 @@ struct MoeOperation {
     if (problem.units() > kMaxMoeTokens) {
       refuse(std::to_string(problem.units()) + " tokens a rank: it takes up to " + std::to_string(kMaxMoeTokens));
     }
-    check_number("top_k", top_k, kMaxMoeTopK);
-    check_number("num_experts", experts, kMaxMoeExperts);
+    check_number("top_k", top_k, 1, kMaxMoeTopK);
+    check_number("num_experts", experts, 1, kMaxMoeExperts);
+    check_number("groups", problem.parameter[kGroups], 0, kMaxMoeGroups);
     if (static_cast<uint32_t>(experts) % problem.world != 0) {
       refuse(std::to_string(static_cast<uint32_t>(experts)) + " experts cannot be divided evenly among " +
              std::to_string(problem.world) + " ranks");
     }
   }
 
+  static uint32_t row_lines(const Problem& problem) {
+    return static_cast<uint32_t>(problem.unit_bytes() / sizeof(Line));
+  }
+  // MoeArgs::sent_lines. Scales are fp32; an operation without them has no parameter kGroups.
+  static uint32_t sent_lines(const Problem& problem) {
+    const auto groups = static_cast<uint32_t>(problem.parameter[kGroups]);
+    return row_lines(problem) + divide_up(groups, static_cast<uint32_t>(sizeof(Line) / sizeof(float)));
+  }
+
  protected:
   static void set_arguments(MoeArgs& args, const Problem& problem, const Tiling& tiling) {
     args.max_tokens = static_cast<uint32_t>(problem.units());
-    args.row_lines = static_cast<uint32_t>(problem.unit_bytes() / sizeof(Line));
+    args.row_lines = row_lines(problem);
+    args.sent_lines = sent_lines(problem);
     args.top_k = static_cast<uint32_t>(problem.parameter[kTopK]);
     args.rank_experts = static_cast<uint32_t>(problem.parameter[kExperts]) / problem.world;
-    args.row_tiles = divide_up(args.row_lines, tiling.tile_lines);
+    args.row_tiles = divide_up(args.sent_lines, tiling.tile_lines);
     args.tile_lines = tiling.tile_lines;
     while (args.tile_lines >> args.tile_lines_log2 > 1) ++args.tile_lines_log2;
   }
@@ -141,15 +154,15 @@ struct MoeOperation {
   }
 
  private:
-  static void check_number(const std::string& name, double value, uint32_t most) {
-    if (value >= 1 && value <= most && value == static_cast<double>(static_cast<uint32_t>(value))) return;
-    throw std::invalid_argument(name + " is " + std::to_string(value) + "; it must be a whole number from 1 to " +
-                                std::to_string(most));
+  static void check_number(const std::string& name, double value, uint32_t least, uint32_t most) {
+    if (value >= least && value <= most && value == static_cast<double>(static_cast<uint32_t>(value))) return;
+    throw std::invalid_argument(name + " is " + std::to_string(value) + "; it must be a whole number from " +
+                                std::to_string(least) + " to " + std::to_string(most));
   }
 };
 
 // Launch shape. A launch takes a range of places. Algorithm defines
-//   place_lines(row_lines, top_k, row_tiles)   lines of a place in a slot
+//   place_lines(sent_lines, top_k, row_tiles)  lines of a place in a slot
 //   slot_bytes(sender_lines, world)            bytes of a slot for so many lines of each other rank
 //   shared_lines(tile_lines, world)            shared memory of a block, in lines
 template <class Algorithm>
@@ -181,7 +194,7 @@ struct MoeTiled {
                                   " bytes, the workspace has slots of " + std::to_string(limits.slot_bytes) +
                                   ": lower launch_units or raise workspace_bytes");
     }
-    const uint64_t tiles = places * divide_up(row_lines(problem), tiling.tile_lines);
+    const uint64_t tiles = places * divide_up(MoeOperation::sent_lines(problem), tiling.tile_lines);
     return {static_cast<uint32_t>(tiling.blocks < tiles ? tiling.blocks : tiles), problem.world * tiling.tile_lines,
             static_cast<uint32_t>(Algorithm::shared_lines(tiling.tile_lines, problem.world) * sizeof(Line))};
   }
@@ -191,7 +204,7 @@ struct MoeTiled {
     std::vector<TuningParameters> found;
     for (const uint32_t threads : {256u, 512u, 128u}) {
       uint32_t tile_lines = floor_power_of_two(threads / problem.world);
-      while (tile_lines / 2 >= row_lines(problem)) tile_lines /= 2;
+      while (tile_lines / 2 >= MoeOperation::sent_lines(problem)) tile_lines /= 2;
       for (const uint32_t blocks : {3u, 8u}) {
         found.push_back({.blocks = blocks * limits.multiprocessors(), .tile_lines = tile_lines});
       }
@@ -200,12 +213,9 @@ struct MoeTiled {
   }
 
  private:
-  static uint32_t row_lines(const Problem& problem) {
-    return static_cast<uint32_t>(problem.unit_bytes() / sizeof(Line));
-  }
   static uint32_t most_tile_lines(const Problem& problem) { return floor_power_of_two(kMaxMoeThreads / problem.world); }
   static uint64_t slot_bytes_of(const Problem& problem, uint32_t tile_lines, uint64_t places) {
-    const uint32_t lines = row_lines(problem);
+    const uint32_t lines = MoeOperation::sent_lines(problem);
     const uint32_t top_k = static_cast<uint32_t>(problem.parameter[MoeOperation::kTopK]);
     return Algorithm::slot_bytes(places * Algorithm::place_lines(lines, top_k, divide_up(lines, tile_lines)),
                                  problem.world);

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
@@ -27,6 +27,8 @@ from llm_comm.runtime.core_handle import CoreHandle
 _ALIGNMENT = 16
 #: Address for an empty tensor. No kernel accesses it.
 _SPARE = 16
+#: Largest numbers that reach the core, which has limits of its own.
+_MOST = 1 << 31
 #: Dtypes whose rows dispatch moves as bytes.
 _MOVED = (
     torch.bfloat16,
@@ -39,17 +41,6 @@ _MOVED = (
 )
 
 _Tensors = Mapping[str, torch.Tensor]
-
-
-class Received(NamedTuple):
-    """Result of ``Communicator.moe_dispatch``: tokens in the order of source rank and token."""
-
-    #: [world_size * max_tokens, hidden]: the row of each token that has an expert on this rank.
-    rows: torch.Tensor
-    #: [world_size * max_tokens, top_k], int32: numbers of the token's experts on this rank, -1 for all others.
-    ids: torch.Tensor
-    #: [world_size * max_tokens, top_k], float32: their weights, 0 for all others.
-    weights: torch.Tensor
 
 
 class _MoeOperation(Operation):
@@ -97,14 +88,17 @@ class _MoeOperation(Operation):
             raise self._error(found)
         return found
 
-    def _prepare_rows(self, data_type: str, max_tokens: int, row: int, top_k: int, num_experts: Any) -> Prepared | str:
-        if not isinstance(num_experts, int):
-            return f"num_experts is {quoted(num_experts)}; it must be an int"
-        key = data_type, max_tokens, row, top_k, num_experts
+    def _prepare_rows(
+        self, data_type: str, max_tokens: int, row: int, num_experts: Any, *others: int
+    ) -> Prepared | str:
+        """Prepare the launch for rows of ``row`` elements. ``others``: parameters behind the number of experts."""
+        if not isinstance(num_experts, int) or not 0 < num_experts <= _MOST:
+            return f"num_experts is {quoted(num_experts)}; it must be an int from 1 to 2**31"
+        key = data_type, max_tokens, row, num_experts, *others
         found = self._prepared.get(key) or self._reasons.get(key)
         if found is not None:
             return found
-        parameters = float(num_experts), float(top_k)
+        parameters = float(num_experts), *map(float, others)
         call = self._prepare_call(self._planner.lay_out(self.name, max_tokens * row, row, data_type, parameters))
         if isinstance(call, str):
             keep(self._reasons, key, call)
@@ -153,44 +147,55 @@ class MoeDispatch(_MoeOperation):
     """Dispatch of one communicator."""
 
     name = MOE_DISPATCH
-    reads, writes = ("x", "topk_ids", "topk_weights"), ()
+    reads, writes = ("x", "topk_ids", "topk_weights", "x_scales"), ()
 
     def run(
-        self, x: torch.Tensor, topk_ids: torch.Tensor, topk_weights: torch.Tensor, num_experts: int, max_tokens: Any
-    ) -> Received:
+        self,
+        x: torch.Tensor,
+        topk_ids: torch.Tensor,
+        topk_weights: torch.Tensor,
+        num_experts: int,
+        max_tokens: int | None = None,
+        x_scales: torch.Tensor | None = None,
+    ) -> tuple[torch.Tensor, ...]:
         """Run ``Communicator.moe_dispatch``."""
-        prepared = self._prepared_for(x, topk_ids, topk_weights, num_experts, max_tokens)
-        check_memory(self.name, x=x, topk_ids=topk_ids, topk_weights=topk_weights)
+        prepared = self._prepared_for(x, topk_ids, topk_weights, num_experts, max_tokens, x_scales)
+        check_memory(self.name, x=x, topk_ids=topk_ids, topk_weights=topk_weights, x_scales=x_scales)
         x = _aligned(x)
         places = self._world_size * (len(x) if max_tokens is None else max_tokens)
-        received = Received(
-            x.new_empty((places, x.shape[1])),
-            *(tensor.new_empty((places, topk_ids.shape[1])) for tensor in (topk_ids, topk_weights)),
-        )
+        sent = [x, topk_ids, topk_weights] if x_scales is None else [x, topk_ids, topk_weights, x_scales]
+        received = tuple(tensor.new_empty((places, tensor.shape[1])) for tensor in sent)
         read = _address(x), *_ends(topk_ids), _address(topk_weights)
-        self._launch(prepared, *read, *map(_address, received))
+        scales = (0, 0) if x_scales is None else (_address(x_scales), _address(received[3]))
+        self._launch(prepared, *read, *map(_address, received[:3]), *scales)
         return received
 
     def _prepare(self, *arguments: Any) -> Prepared | str:
-        x, topk_ids, topk_weights, num_experts, max_tokens = arguments
+        x, topk_ids, topk_weights, num_experts, max_tokens, x_scales = arguments
         tensors = {"x": x, "topk_ids": topk_ids, "topk_weights": topk_weights}
-        why = self._why_not_tensors(tensors, {"topk_ids": torch.int32, "topk_weights": torch.float32})
+        if x_scales is not None:
+            tensors["x_scales"] = x_scales
+        floats = dict.fromkeys(("topk_weights", "x_scales"), torch.float32)
+        why = self._why_not_tensors(tensors, {"topk_ids": torch.int32, **floats})
         if why:
             return why
         if x.dtype not in _MOVED:
             return f"x is {x.dtype}, which is not one of {', '.join(map(str, _MOVED))}"
-        if topk_ids.shape[0] != x.shape[0] or topk_weights.shape != topk_ids.shape:
+        if any(len(tensor) != len(x) for tensor in tensors.values()) or topk_weights.shape != topk_ids.shape:
             shapes = ", ".join(f"{name} {tuple(tensor.shape)}" for name, tensor in tensors.items())
             return f"{shapes}: they must have as many rows, and topk_weights the shape of topk_ids"
         if max_tokens is None:
             max_tokens = len(x)
-        if not isinstance(max_tokens, int) or max_tokens < len(x):
-            return f"max_tokens is {quoted(max_tokens)}; it must be an int of at least the {len(x)} tokens of x"
+        if not isinstance(max_tokens, int) or not len(x) <= max_tokens <= _MOST:
+            return f"max_tokens is {quoted(max_tokens)}; it must be an int from {len(x)}, the tokens of x, to 2**31"
         row = x.shape[1] * x.element_size()
         if not self._info.takes_rows_of(row):
             most = self._info.max_row
             return f"rows of x have {row} bytes: it takes multiples of {_ALIGNMENT} up to {most}"
-        return self._prepare_rows("byte", max_tokens, row, topk_ids.shape[1], num_experts)
+        groups = 0 if x_scales is None else x_scales.shape[1]
+        if x_scales is not None and groups == 0:
+            return f"x_scales has shape {tuple(x_scales.shape)}; it must have a column"
+        return self._prepare_rows("byte", max_tokens, row, num_experts, topk_ids.shape[1], groups)
 
 
 class MoeCombine(_MoeOperation):
@@ -235,7 +240,7 @@ class MoeCombine(_MoeOperation):
             return f"y has {places} rows; they must be as many for each of {world} ranks"
         if tokens * world > places:
             return f"topk_ids has {tokens} tokens; y has {places} rows, {places // world} for each of {world} ranks"
-        return self._prepare_rows(self._data_types[y.dtype], places // world, hidden, top_k, num_experts)
+        return self._prepare_rows(self._data_types[y.dtype], places // world, hidden, num_experts, top_k)
 
 
 def _aligned(rows: torch.Tensor) -> torch.Tensor:
@@ -267,7 +272,8 @@ class ExpertParallel:
         topk_weights: torch.Tensor,
         num_experts: int,
         max_tokens: int | None = None,
-    ) -> Received:
+        x_scales: torch.Tensor | None = None,
+    ) -> tuple[torch.Tensor, ...]:
         """Send each token to the ranks that own one of its experts. Collective.
 
         Expert e belongs to rank ``e // (num_experts // world_size)``. A rank gets a place for each token that any rank
@@ -284,18 +290,21 @@ class ExpertParallel:
             num_experts: Experts of all ranks: a multiple of the number of ranks.
             max_tokens: Most tokens of a rank, up to 128, equal on all ranks. None: the tokens of ``x``, which must then
                 be as many on all ranks.
+            x_scales: [tokens, groups], contiguous, float32: scales that travel with the rows, up to 512 a row. On all
+                ranks or on none.
 
         Returns:
-            ``rows`` [world_size * max_tokens, hidden], ``ids`` and ``weights`` [world_size * max_tokens, top_k].
-            ``ids`` are numbers among this rank's experts, or -1; the weight of an expert -1 is 0. Rows without an
-            expert here are not written: they hold anything, NaN included.
+            ``rows`` [world_size * max_tokens, hidden], ``ids`` and ``weights`` [world_size * max_tokens, top_k], and
+            with ``x_scales`` their ``scales`` [world_size * max_tokens, groups]. ``ids`` are numbers among this rank's
+            experts, or -1; the weight of an expert -1 is 0. Rows and scales of tokens without an expert here are not
+            written: they hold anything, NaN included.
 
         Raises:
             UnsupportedInputError: ``accepts_moe_dispatch`` of the arguments is False. One rank alone, or ranks on
                 several nodes, decline every call.
             CommunicatorError: This or an earlier call has failed, see ``all_reduce``.
         """
-        return self._moe_dispatch.run(x, topk_ids, topk_weights, num_experts, max_tokens)
+        return self._moe_dispatch.run(x, topk_ids, topk_weights, num_experts, max_tokens, x_scales)
 
     def moe_combine(
         self,
@@ -337,9 +346,10 @@ class ExpertParallel:
         topk_weights: torch.Tensor,
         num_experts: int,
         max_tokens: int | None = None,
-    ) -> Received | None:
+        x_scales: torch.Tensor | None = None,
+    ) -> tuple[torch.Tensor, ...] | None:
         """Run ``moe_dispatch``. Return None where it would raise UnsupportedInputError."""
-        arguments = x, topk_ids, topk_weights, num_experts, max_tokens
+        arguments = x, topk_ids, topk_weights, num_experts, max_tokens, x_scales
         return attempt(partial(self.accepts_moe_dispatch, *arguments), partial(self.moe_dispatch, *arguments))
 
     def try_moe_combine(
@@ -356,10 +366,11 @@ class ExpertParallel:
         topk_weights: torch.Tensor,
         num_experts: int,
         max_tokens: int | None = None,
+        x_scales: torch.Tensor | None = None,
     ) -> bool:
         """Return whether ``moe_dispatch`` supports the arguments. The answer ignores addresses. It is alike on all
         ranks if they pass the same ``max_tokens`` and none has more tokens."""
-        return self._moe_dispatch.accepts(x, topk_ids, topk_weights, num_experts, max_tokens)
+        return self._moe_dispatch.accepts(x, topk_ids, topk_weights, num_experts, max_tokens, x_scales)
 
     def accepts_moe_combine(self, y: torch.Tensor, ids: torch.Tensor, topk_ids: torch.Tensor, num_experts: int) -> bool:
         """Return whether ``moe_combine`` supports the arguments, see ``accepts_moe_dispatch``."""

@@ -69,9 +69,11 @@ struct Routing {
     return ids;
   }
 
-  Problem problem(DataType type, uint32_t row_lines) const {
+  // `groups`: scales of a row.
+  Problem problem(DataType type, uint32_t row_lines, uint32_t groups) const {
     const uint32_t row = row_lines * static_cast<uint32_t>(sizeof(Line)) / element_bytes(type);
-    return {uint64_t{row} * max_tokens, row, type, ranks, {static_cast<double>(experts()), static_cast<double>(top_k)}};
+    const auto number = [](uint32_t value) { return static_cast<double>(value); };
+    return {uint64_t{row} * max_tokens, row, type, ranks, {number(experts()), number(top_k), number(groups)}};
   }
 
   std::string text() const {
@@ -84,18 +86,19 @@ struct Routing {
 // Base of both calls.
 class MoeCall : public Call {
  public:
-  MoeCall(uint32_t algorithm, DataType type, uint32_t ranks, Random& random)
+  MoeCall(uint32_t algorithm, DataType type, uint32_t ranks, uint32_t groups, Random& random)
       : algorithm_(algorithm),
         routing_(Routing::draw(ranks, random)),
         row_lines_(random.between(1, 6)),
-        problem_(routing_.problem(type, row_lines_)),
+        groups_(groups),
+        problem_(routing_.problem(type, row_lines_, groups)),
         tiling_(draw_tiling(algorithm, problem_, random)) {}
 
   uint64_t operations() const override { return launches(problem_, tiling_); }
 
   std::string name() const override {
-    return name_of(algorithm_) + " of rows of " + std::to_string(row_lines_) + " lines (" + routing_.text() + ", " +
-           text(tiling_) + ")";
+    return name_of(algorithm_) + " of rows of " + std::to_string(row_lines_) + " lines and " + std::to_string(groups_) +
+           " scales (" + routing_.text() + ", " + text(tiling_) + ")";
   }
 
  protected:
@@ -129,6 +132,7 @@ class MoeCall : public Call {
   uint32_t algorithm_;
   Routing routing_;
   uint32_t row_lines_;
+  uint32_t groups_;
   Problem problem_;
   Tiling tiling_;
 
@@ -139,7 +143,7 @@ class MoeCall : public Call {
 class DispatchCall final : public MoeCall {
  public:
   DispatchCall(uint32_t algorithm, DataType type, uint32_t ranks, Random& random)
-      : MoeCall(algorithm, type, ranks, random) {
+      : MoeCall(algorithm, type, ranks, random.chance(128) ? random.between(1, 9) : 0, random) {
     const auto word = [&] {
       return random.chance(48) ? random.pick({kSentinel, kSentinel - 1}) : random.below(1 << 30);
     };
@@ -152,6 +156,9 @@ class DispatchCall final : public MoeCall {
       make_untouched(of.rows, size_t{routing_.places()} * row_lines_);
       make_untouched(of.ids, size_t{routing_.places()} * routing_.top_k);
       make_untouched(of.weights, of.ids.size());
+      of.x_scales.resize(size_t{routing_.tokens(rank)} * groups_);
+      for (uint32_t& scale : of.x_scales) scale = word();
+      make_untouched(of.scales, size_t{routing_.places()} * groups_);
     }
   }
 
@@ -159,7 +166,8 @@ class DispatchCall final : public MoeCall {
     const OfRank& of = of_rank_[rank];
     run(world, rank,
         {address_of(of.x), address_of(routing_.topk_ids[rank]), end_of_ids(rank), address_of(of.topk_weights),
-         address_of(of.rows), address_of(of.ids), address_of(of.weights)});
+         address_of(of.rows), address_of(of.ids), address_of(of.weights), address_of_scales(of.x_scales),
+         address_of_scales(of.scales)});
   }
 
   std::string wrong(uint32_t rank) const override {
@@ -177,20 +185,25 @@ class DispatchCall final : public MoeCall {
         }
         if (of.weights[choice] != weight) found = "weight " + std::to_string(i) + what + " is not " + hex(weight);
       }
-      const auto* const row = reinterpret_cast<const char*>(of.rows.data() + size_t{place} * row_lines_);
-      const size_t row_bytes = row_lines_ * sizeof(Line);
-      if (!routing_.is_at(source, token, rank)) {
-        if (const std::string touched = touched_in(row, row_bytes); !touched.empty()) found = touched + what;
-      } else if (std::memcmp(row, of_rank_[source].x.data() + size_t{token} * row_lines_, row_bytes) != 0) {
-        found = "the row" + what + " is another";
-      }
+      const auto compare = [&](const auto& received, const auto& sent, size_t count) {
+        if (count == 0) return;
+        const auto* const row = reinterpret_cast<const char*>(received.data() + place * count);
+        const size_t row_bytes = count * sizeof(received[0]);
+        if (!routing_.is_at(source, token, rank)) {
+          if (const std::string touched = touched_in(row, row_bytes); !touched.empty()) found = touched + what;
+        } else if (std::memcmp(row, sent.data() + token * count, row_bytes) != 0) {
+          found = "a row" + what + " is another";
+        }
+      };
+      compare(of.rows, of_rank_[source].x, row_lines_);
+      compare(of.scales, of_rank_[source].x_scales, groups_);
     });
     return found;
   }
 
   std::string touched(uint32_t rank) const override {
     const OfRank& of = of_rank_[rank];
-    return touched_in_all(of.rows) + touched_in_all(of.ids) + touched_in_all(of.weights);
+    return touched_in_all(of.rows) + touched_in_all(of.ids) + touched_in_all(of.weights) + touched_in_all(of.scales);
   }
 
  private:
@@ -200,7 +213,14 @@ class DispatchCall final : public MoeCall {
     Lines rows;
     std::vector<int32_t> ids;
     std::vector<uint32_t> weights;
+    std::vector<uint32_t> x_scales;
+    std::vector<uint32_t> scales;
   };
+
+  // A rank without tokens has scales too.
+  uint64_t address_of_scales(const std::vector<uint32_t>& scales) const {
+    return groups_ == 0 ? 0 : scales.empty() ? sizeof(Line) : address_of(scales);
+  }
 
   OfRank of_rank_[kMaxWorldSize];
 };
@@ -208,7 +228,7 @@ class DispatchCall final : public MoeCall {
 class CombineCall final : public MoeCall {
  public:
   CombineCall(uint32_t algorithm, DataType type, uint32_t ranks, Random& random)
-      : MoeCall(algorithm, type, ranks, random) {
+      : MoeCall(algorithm, type, ranks, 0, random) {
     for (uint32_t rank = 0; rank < ranks; ++rank) {
       ids_[rank] = routing_.local_ids(rank);
       y_[rank].resize(size_t{routing_.places()} * row_lines_);

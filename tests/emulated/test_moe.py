@@ -13,7 +13,6 @@ from shards_reference import assert_same_bits, assert_untouched_outside, drawn_b
 from test_experts import Layer, layer_of
 
 from llm_comm import Communicator, PeerTimeout, UnsupportedInputError
-from llm_comm.operations.moe import Received
 
 some_worlds = pytest.mark.parametrize("world", [2, 3, 5, 8])
 BF16, FP16, FP8 = torch.bfloat16, torch.float16, torch.float8_e4m3fn
@@ -25,6 +24,16 @@ class Tokens(NamedTuple):
     x: torch.Tensor
     ids: torch.Tensor
     weights: torch.Tensor
+    scales: torch.Tensor
+
+
+class Received(NamedTuple):
+    """Expected results of a dispatch."""
+
+    rows: torch.Tensor
+    ids: torch.Tensor
+    weights: torch.Tensor
+    scales: torch.Tensor
 
 
 class Case(NamedTuple):
@@ -36,6 +45,7 @@ class Case(NamedTuple):
     rank_experts: int
     dtype: torch.dtype = BF16
     max_tokens: int | None = None
+    groups: int = 0  # 0: without scales
 
     @property
     def world(self) -> int:
@@ -74,6 +84,7 @@ def tokens_of(case: Case, rank: int, seed: int, kind: str = "any") -> Tokens:
         drawn_bits((case.tokens[rank], case.hidden), case.dtype, 100 * seed + rank),
         ids,
         torch.rand(ids.shape, generator=generator),
+        drawn_bits((case.tokens[rank], case.groups), torch.float32, 300 * seed + rank),
     )
 
 
@@ -82,6 +93,7 @@ def expected_of(case: Case, rank: int, everyone: list[Tokens]) -> Received:
     rows = torch.zeros(case.world * case.most, case.hidden, dtype=case.dtype)
     ids = torch.full((case.world * case.most, case.top_k), -1, dtype=torch.int32)
     weights = torch.zeros(ids.shape)
+    scales = torch.zeros(len(rows), case.groups)
     for source, own in enumerate(everyone):
         for token in range(case.tokens[source]):
             place = source * case.most + token
@@ -91,18 +103,27 @@ def expected_of(case: Case, rank: int, everyone: list[Tokens]) -> Received:
             weights[place] = torch.where(is_here, own.weights[token], 0.0)
             if is_here.any():
                 rows[place] = own.x[token]
-    return Received(rows, ids, weights)
+                scales[place] = own.scales[token]
+    return Received(rows, ids, weights, scales)
+
+
+def dispatch(comm: Communicator, case: Case, own: Tokens) -> Received:
+    scales = own.scales if case.groups else None
+    received = comm.moe_dispatch(own.x, own.ids, own.weights, case.experts, case.max_tokens, scales)
+    assert len(received) == (4 if case.groups else 3)
+    return Received(*received, *(() if case.groups else (torch.zeros(len(received[0]), 0),)))
 
 
 def check_dispatch(comm: Communicator, case: Case, everyone: list[Tokens], what: str) -> Received:
     own = everyone[comm.rank]
     before = [tensor.clone() for tensor in own]
-    received = comm.moe_dispatch(*own, case.experts, case.max_tokens)
+    received = dispatch(comm, case, own)
     expected = expected_of(case, comm.rank, everyone)
     assert torch.equal(received.ids, expected.ids), what
     assert_same_bits(received.weights, expected.weights, f"{what}: weights")
     is_here = expected.ids.ge(0).any(1)
     assert_same_bits(received.rows[is_here], expected.rows[is_here], f"{what}: rows")
+    assert_same_bits(received.scales[is_here], expected.scales[is_here], f"{what}: scales")
     for tensor, old in zip(own, before, strict=True):
         assert_same_bits(tensor, old, f"{what}: an input")
     return received
@@ -145,10 +166,11 @@ def cases_of(world: int) -> list[Case]:
     return [
         Case((1,) * world, 8, 1, 1),
         Case((4,) * world, 64, 2, 3, FP16),
-        Case(some, 136, 8, 4, max_tokens=9),
+        Case(some, 136, 8, 4, max_tokens=9, groups=3),
+        Case((3,) * world, 256, 4, 2, torch.float8_e4m3fn, groups=2),
         Case((0,) * (world - 1) + (2,), 1032, 3, 2, max_tokens=2),
         Case((0,) * world, 16, 5, 1, max_tokens=3),
-        Case((2,) * world, 8192, 16, 2),
+        Case((2,) * world, 8192, 16, 2, groups=64),
         Case((0,) * world, 8, 2, 2),
     ]
 
@@ -159,7 +181,8 @@ def exchange_all_kinds() -> None:
             for kind in ("any", "all to one expert", "no expert", "experts of the first rank"):
                 everyone = [tokens_of(case, rank, seed, kind) for rank in range(case.world)]
                 check_dispatch(comm, case, everyone, f"{case}, {kind}")
-                check_combine(comm, case, everyone, seed, f"{case}, {kind}")
+                summed = case._replace(dtype=FP16 if case.dtype == FP16 else BF16)
+                check_combine(comm, summed, everyone, seed, f"{case}, {kind}")
         # Slots are reset.
         assert comm.all_reduce(torch.full((5000,), 1.0)).eq(comm.world_size).all()
 
@@ -201,12 +224,13 @@ def exchange_bytes() -> None:
     """Bits that look like a slot where nothing has arrived yet, NaN and infinity."""
     with make_communicator() as comm:
         for dtype in (torch.int8, torch.uint8, FP8, torch.float8_e5m2, torch.float32):
-            case = Case((3,) * comm.world_size, 48, 4, 2, dtype)
+            case = Case((3,) * comm.world_size, 48, 4, 2, dtype, groups=5)
             everyone = [tokens_of(case, rank, 3) for rank in range(case.world)]
             for sender in range(comm.world_size):
                 everyone[sender].x.view(torch.uint8)[1:] = 0xFF
                 everyone[sender].weights.view(torch.uint8)[0] = 0xFF
                 everyone[sender].weights[1] = torch.inf
+                everyone[sender].scales.view(torch.uint8)[1] = 0xFF
                 for _ in range(3):
                     check_dispatch(comm, case, everyone, f"{dtype}, from {sender}")
         for value in (torch.nan, torch.inf, -0.0):
@@ -267,7 +291,7 @@ def exchange_long_rows() -> None:
             check_dispatch(comm, case, everyone, "long rows")
         else:
             with pytest.raises(UnsupportedInputError, match="holds no part of the message: raise workspace_bytes"):
-                comm.moe_dispatch(*everyone[comm.rank], case.experts)
+                dispatch(comm, case, everyone[comm.rank])
 
 
 def test_more_tokens_than_a_slot_holds(ranks: RankPool) -> None:
@@ -280,7 +304,7 @@ def experts_between() -> None:
     """The pair around fused_experts is as fused_experts with all experts on one rank, but for roundings."""
     torch.manual_seed(7)
     with make_communicator() as comm:
-        case = Case((4, 2, 0, 3), 128, 3, 2)
+        case = Case((4, 2, 0, 3), 128, 3, 2, max_tokens=4)
         whole = layer_of(case.experts, case.hidden, 64)
         everyone = [
             tokens_of(case, rank, 11)._replace(x=torch.randn(case.tokens[rank], 128).to(BF16)) for rank in range(4)
@@ -289,7 +313,7 @@ def experts_between() -> None:
         first = comm.rank * case.rank_experts
         layer = Layer(*(weight[first : first + case.rank_experts].contiguous() for weight in whole))
         for _ in range(2):
-            rows, ids, weights = comm.moe_dispatch(*own, case.experts, 4)
+            rows, ids, weights, _ = dispatch(comm, case, own)
             rows[ids.lt(0).all(1)] = torch.nan  # what nobody sends is not read
             y = comm.fused_experts(rows, *layer, weights, ids)
             result = comm.moe_combine(y, ids, own.ids, case.experts)
@@ -302,7 +326,7 @@ def experts_between() -> None:
             if comm.rank == 0
             else Tokens(*(t[:0] for t in own))
         )
-        rows, ids, weights = comm.moe_dispatch(*one, case.experts, 4)
+        rows, ids, weights, _ = dispatch(comm, case, one)
         again = comm.moe_combine(comm.fused_experts(rows, *layer, weights, ids), ids, one.ids, case.experts)
         if comm.rank == 0:
             assert_same_bits(again, result[:1], "a token alone")
@@ -339,7 +363,7 @@ def test_ranks_that_disagree_about_rows(ranks: RankPool, which: str) -> None:
 
 def refusals(comm: Communicator) -> list[tuple[str, dict[str, Any], str]]:
     world = comm.world_size
-    x, ids, weights = tokens_of(Case((2,) * world, 64, 2, 2), comm.rank, 1)
+    x, ids, weights, _ = tokens_of(Case((2,) * world, 64, 2, 2), comm.rank, 1)
     dispatch = {"x": x, "topk_ids": ids, "topk_weights": weights, "num_experts": 2 * world}
     places = torch.full((2 * world, 2), -1, dtype=torch.int32)
     combine = {"y": torch.zeros(2 * world, 64, dtype=BF16), "ids": places, "topk_ids": ids, "num_experts": 2 * world}
@@ -354,10 +378,12 @@ def refusals(comm: Communicator) -> list[tuple[str, dict[str, Any], str]]:
         (
             "moe_dispatch",
             {**dispatch, "num_experts": 0},
-            "num_experts is 0.000000; it must be a whole number from 1 to 65536",
+            "num_experts is 0; it must be an int from 1 to 2**31",
         ),
         ("moe_dispatch", {**dispatch, "num_experts": 6.0}, "num_experts is 6.0; it must be an int"),
-        ("moe_dispatch", {**dispatch, "max_tokens": 1}, "max_tokens is 1; it must be an int of at least the 2 tokens"),
+        ("moe_dispatch", {**dispatch, "num_experts": 1 << 20}, "it must be a whole number from 1 to 65536"),
+        ("moe_dispatch", {**dispatch, "num_experts": 10**400}, "it must be an int from 1 to 2**31"),
+        ("moe_dispatch", {**dispatch, "max_tokens": 1}, "max_tokens is 1; it must be an int from 2, the tokens of x"),
         ("moe_dispatch", {**dispatch, "max_tokens": 129}, "129 tokens a rank: it takes up to 128"),
         ("moe_dispatch", {**dispatch, **many}, "130 tokens a rank: it takes up to 128"),
         ("moe_dispatch", {**dispatch, **wide}, "top_k is 18.000000; it must be a whole number from 1 to 16"),
@@ -366,6 +392,10 @@ def refusals(comm: Communicator) -> list[tuple[str, dict[str, Any], str]]:
         ("moe_dispatch", {**dispatch, "topk_weights": weights[:1]}, "topk_weights the shape of topk_ids"),
         ("moe_dispatch", {**dispatch, "x": x.double()}, "x is torch.float64, which is not one of"),
         ("moe_dispatch", {**dispatch, "x": x[:, :3].contiguous()}, "rows of x have 6 bytes: it takes multiples of 16"),
+        ("moe_dispatch", {**dispatch, "x_scales": torch.ones(3, 2)}, "must have as many rows"),
+        ("moe_dispatch", {**dispatch, "x_scales": torch.ones(2, 0)}, "x_scales has shape (2, 0)"),
+        ("moe_dispatch", {**dispatch, "x_scales": torch.ones(2, 513)}, "groups is 513.000000"),
+        ("moe_dispatch", {**dispatch, "x_scales": torch.ones(2, 2).half()}, "x_scales is torch.float16"),
         ("moe_dispatch", {**dispatch, "x": x[0]}, "x has shape (64,); it must have 2 sizes"),
         ("moe_dispatch", {**dispatch, "x": x.t().contiguous().t()}, "not contiguous"),
         ("moe_dispatch", {**dispatch, "x": x.clone().requires_grad_()}, "requires grad"),
@@ -402,9 +432,9 @@ def refuse() -> None:
             comm.run("moe_combine", {"y": y})
         # Nothing is left over, and the other forms work.
         check_dispatch(comm, case, everyone, "after refusals")
-        received = comm.try_moe_dispatch(*everyone[comm.rank], case.experts)
+        received = comm.try_moe_dispatch(*everyone[comm.rank][:3], case.experts)
         assert received is not None
-        assert torch.equal(received.ids, ids)
+        assert torch.equal(received[1], ids)
         assert comm.accepts_moe_combine(y, ids, everyone[comm.rank].ids, case.experts)
         out = torch.zeros(2, 64, dtype=BF16)
         written = out._version
@@ -421,17 +451,17 @@ def test_what_is_refused(ranks: RankPool) -> None:
 def decline_alone() -> None:
     with make_communicator() as comm:
         tokens = tokens_of(Case((2,), 64, 2, 2), 0, 1)
-        assert not comm.accepts_moe_dispatch(*tokens, 2)
+        assert not comm.accepts_moe_dispatch(*tokens[:3], 2)
         with pytest.raises(UnsupportedInputError, match="one rank"):
-            comm.moe_dispatch(*tokens, 2)
+            comm.moe_dispatch(*tokens[:3], 2)
 
 
 def decline_over_nodes() -> None:
     with make_over_nodes(Layout(2, 1)) as comm:
         tokens = tokens_of(Case((2, 2), 64, 2, 2), comm.rank, 1)
-        assert comm.try_moe_dispatch(*tokens, 4) is None
+        assert comm.try_moe_dispatch(*tokens[:3], 4) is None
         with pytest.raises(UnsupportedInputError, match="within a node"):
-            comm.moe_dispatch(*tokens, 4)
+            comm.moe_dispatch(*tokens[:3], 4)
 
 
 def test_one_rank_and_several_nodes_decline(ranks: RankPool) -> None:

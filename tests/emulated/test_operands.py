@@ -116,7 +116,7 @@ def cases(world: int) -> list[Case]:
         Case("try_all_reduce_add_rms_norm", {**norm, **written}, tuple(written), (*of_norm, *same), {"eps": EPS}),
         Case("fused_experts", {**experts, "out": rows()}, out, has_operator=False),
         Case("try_fused_experts", experts, has_operator=False),
-        Case("moe_dispatch", tokens, options=of_experts, has_operator=False),
+        Case("moe_dispatch", {**tokens, "x_scales": torch.ones(ROWS, 3)}, options=of_experts, has_operator=False),
         Case("try_moe_dispatch", tokens, options=of_experts, has_operator=False),
         Case("moe_combine", {**made, "out": rows()}, out, options=of_experts, has_operator=False),
         Case("try_moe_combine", made, options=of_experts, has_operator=False),

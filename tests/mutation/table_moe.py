@@ -46,8 +46,8 @@ MOE: tuple[Mutant, ...] = (
     cpp(
         "a row too many in a combine goes unnoticed",
         COMBINE,
-        "if (is_sent != is_wanted)",
-        "if (is_sent != is_wanted && !WITHOUT)",
+        "(flag.word[0] != 0) == is_wanted",
+        "(WITHOUT || (flag.word[0] != 0) == is_wanted)",
         f"{TESTS} -k disagree",
     ),
     cpp(
@@ -74,14 +74,14 @@ MOE: tuple[Mutant, ...] = (
     python(
         "calls with other numbers of experts are taken for one",
         CALLS,
-        "key = data_type, max_tokens, row, top_k, num_experts",
-        "key = data_type, max_tokens, row, top_k",
+        "key = data_type, max_tokens, row, num_experts, *others",
+        "key = data_type, max_tokens, row, *others",
         f"{TESTS} -k other_choices",
     ),
     python(
         "max_tokens below the tokens of x is served",
         CALLS,
-        "if not isinstance(max_tokens, int) or max_tokens < len(x):",
+        "if not isinstance(max_tokens, int) or not len(x) <= max_tokens <= _MOST:",
         "if not isinstance(max_tokens, int):",
         REFUSALS,
     ),

@@ -1,9 +1,9 @@
 // One-shot combination of tokens (LL): every rank sends the rows that it has made to the ranks of their tokens, line by
 // line, and a flag for each place. A rank adds the rows of a token.
 //
-// One hop. Slot layout: [sender][place][flag, row]. The flag says whether the row is sent, by the sender's `ids`. The
-// receiver expects rows by its own `topk_ids`. Where the two disagree, the receiver waits until its time is over: for the
-// row that is not sent, or for good. So the disagreement is an error and no wrong sum.
+// One hop. Slot layout: [sender][place][flag, row], a rank's own region last. The flag says whether the sender has made
+// the row, by its `ids`. The receiver expects rows by its own `topk_ids`, and waits for a flag that agrees. A disagreement
+// therefore ends in an error: no sum is wrong.
 //
 // Rules of operation.cuh:
 //   R1  A rank ends after it has received a flag from every peer for each place, and a launch has a place.
@@ -77,20 +77,16 @@ moe_combine_one_shot(LLM_COMM_KERNEL_PARAM MoeCombineArgs args) {
 
   const auto flag_of = [&](const MoeTile& tile) { return uint64_t{tile.place} * place_lines; };
   const auto row_of = [&](const MoeTile& tile) { return flag_of(tile) + 1 + tile.line; };
-  const auto has_flag = [&](const MoeTile& tile) { return tile.part == 0 && self.column == 0 && !self.is_own; };
+  const auto has_flag = [&](const MoeTile& tile) { return tile.part == 0 && self.column == 0; };
   const auto load_made = [&](const MoeTile& tile) {
     return load_line(args.y + tile.line_in(args, args.received_row(self.peer, tile.token)));
   };
-  const auto is_made = [&](const MoeTile& tile) {
-    return args.has_expert(args.ids, args.received_row(self.peer, tile.token), 0);
-  };
   const auto send = [&](const MoeTile& tile) {
-    if (self.is_own) return;
     Line made{};
-    if (tile.has_line) made = load_made(tile);
-    const bool is_sent = is_made(tile);
-    if (has_flag(tile)) session.send(flag_of(tile), {{is_sent, 0, 0, 0}});
-    if (is_sent && tile.has_line) session.send(row_of(tile), made);
+    if (tile.has_line && !self.is_own) made = load_made(tile);
+    const bool is_made = args.has_expert(args.ids, args.received_row(self.peer, tile.token), 0);
+    if (has_flag(tile)) session.send(flag_of(tile), {{is_made, 0, 0, 0}});
+    if (is_made && tile.has_line && !self.is_own) session.send(row_of(tile), made);
   };
 
   // Collective over the block.
@@ -101,9 +97,12 @@ moe_combine_one_shot(LLM_COMM_KERNEL_PARAM MoeCombineArgs args) {
     if (is_wanted && tile.has_line) {
       contributions[thread_index()] = self.is_own ? load_made(tile) : session.receive(row_of(tile), 0);
     }
-    if (tile.part == 0 && self.column == 0) {
-      const bool is_sent = self.is_own ? is_made(tile) : session.receive(flag_of(tile), 0).word[0] != 0;
-      if (is_sent != is_wanted) session.wait_until([] { return false; }, 0);
+    if (has_flag(tile)) {
+      Line flag;
+      const auto agrees = [&] {
+        return poll_line(session.incoming(flag_of(tile)), flag) && (flag.word[0] != 0) == is_wanted;
+      };
+      session.wait_until(agrees, 0);
     }
     block_sync();
     if (session.aborted()) *incomplete = 1;  // zero before the first barrier, read after the second
@@ -149,9 +148,9 @@ struct MoeCombineOneShot : MoeTiled<MoeCombineOneShot> {
     return &moe_combine_one_shot<D>;
   }
 
-  static uint64_t place_lines(uint32_t row_lines, uint32_t, uint32_t) { return 1 + row_lines; }
-  // One region for each of the other ranks.
-  static constexpr uint64_t slot_bytes(uint64_t lines, uint64_t world) { return (world - 1) * lines * sizeof(Line); }
+  static uint64_t place_lines(uint32_t sent_lines, uint32_t, uint32_t) { return 1 + sent_lines; }
+  // One region for each rank. Of its own a rank uses the flags.
+  static constexpr uint64_t slot_bytes(uint64_t lines, uint64_t world) { return world * lines * sizeof(Line); }
   static constexpr uint64_t shared_lines(uint64_t tile_lines, uint64_t world) {
     return kKnownLines + world * tile_lines;
   }

@@ -1,7 +1,7 @@
 // One-shot dispatch of tokens (LL): every rank sends each token's row to the ranks that own its experts, line by line,
 // and a header to every rank.
 //
-// One hop. Slot layout: [sender][place][header, flags, row], then masks (ll_bytes.cuh). Words of a header: whether the
+// One hop. Slot layout: [sender][place][header, flags, row, scales], then masks (ll_bytes.cuh). Words of a header: whether the
 // row is sent, the numbers that the token's experts have on the receiver plus one (0: of another rank), their weights. A
 // row of several tiles has a flag for each further tile, which says again whether the row is sent: each block then
 // learns it by itself.
@@ -29,8 +29,8 @@ struct DispatchLines {
   uint32_t flags;
   uint32_t place;
 
-  LLM_COMM_HOST_DEVICE constexpr DispatchLines(uint32_t top_k, uint32_t row_lines, uint32_t row_tiles)
-      : header((1 + 2 * top_k + 3) / 4), flags(row_tiles - 1), place(header + flags + row_lines) {}
+  LLM_COMM_HOST_DEVICE constexpr DispatchLines(uint32_t top_k, uint32_t sent_lines, uint32_t row_tiles)
+      : header((1 + 2 * top_k + 3) / 4), flags(row_tiles - 1), place(header + flags + sent_lines) {}
 
   LLM_COMM_DEVICE uint32_t first(const MoeTile& tile) const { return tile.place * place; }
   LLM_COMM_DEVICE uint32_t flag(const MoeTile& tile) const {
@@ -71,12 +71,37 @@ LLM_COMM_DEVICE void store_header(const MoeDispatchArgs& args, uint32_t number, 
   }
 }
 
+// Loads a thread's line of a token's row or scales.
+LLM_COMM_DEVICE Line load_sent(const MoeDispatchArgs& args, const MoeTile& tile) {
+  if (tile.line < args.row_lines) return load_line(args.x + tile.line_in(args, tile.token));
+  const uint32_t first = (tile.line - args.row_lines) * 4;
+  Line line{};
+  LLM_COMM_UNROLL(4)
+  for (uint32_t i = 0; i < 4; ++i) {
+    if (first + i < args.groups) line.word[i] = args.x_scales[tile.token * args.groups + first + i];
+  }
+  return line;
+}
+
+// Stores a thread's line to row `row` of the result.
+LLM_COMM_DEVICE void store_sent(const MoeDispatchArgs& args, const MoeTile& tile, uint32_t row, Line line) {
+  if (tile.line < args.row_lines) {
+    store_line(args.rows + tile.line_in(args, row), line);
+    return;
+  }
+  const uint32_t first = (tile.line - args.row_lines) * 4;
+  LLM_COMM_UNROLL(4)
+  for (uint32_t i = 0; i < 4; ++i) {
+    if (first + i < args.groups) args.scales[row * args.groups + first + i] = line.word[i];
+  }
+}
+
 template <DataType D>
 LLM_COMM_KERNEL(kMaxMoeThreads)
 moe_dispatch_one_shot(LLM_COMM_KERNEL_PARAM MoeDispatchArgs args) {
   const uint32_t block = block_number(args.comm);
   const MoeThread self(args);
-  const DispatchLines lines(args.top_k, args.row_lines, args.row_tiles);
+  const DispatchLines lines(args.top_k, args.sent_lines, args.row_tiles);
   const uint32_t tiles = args.places * args.row_tiles;
   const uint32_t sender_lines = args.places * lines.place;
 
@@ -93,7 +118,7 @@ moe_dispatch_one_shot(LLM_COMM_KERNEL_PARAM MoeDispatchArgs args) {
   const auto send = [&](const MoeTile& tile) {
     const bool has_token = tile.token < args.tokens;
     Line value{};
-    if (has_token && tile.has_line) value = load_line(args.x + tile.line_in(args, tile.token));
+    if (has_token && tile.has_line) value = load_sent(args, tile);
     const bool is_sent = has_token && args.has_expert(args.topk_ids, tile.token, self.peer);
     const uint32_t own_row = args.received_row(self.rank, tile.token);
     for (uint32_t i = self.column; tile.part == 0 && i < lines.header; i += args.tile_lines) {
@@ -105,7 +130,7 @@ moe_dispatch_one_shot(LLM_COMM_KERNEL_PARAM MoeDispatchArgs args) {
       }
     }
     if (self.is_own) {
-      if (is_sent && tile.has_line) store_line(args.rows + tile.line_in(args, own_row), value);
+      if (is_sent && tile.has_line) store_sent(args, tile, own_row, value);
       return;
     }
     if (tile.part != 0 && self.column == 0) exchange.send(lines.flag(tile), {{is_sent, 0, 0, 0}});
@@ -131,7 +156,7 @@ moe_dispatch_one_shot(LLM_COMM_KERNEL_PARAM MoeDispatchArgs args) {
     if (tile.has_line && is_row_sent()) {
       session.reset(lines.row(tile));
       const Line value = exchange.restore(lines.row(tile), found[2], 0);
-      if (!session.aborted()) store_line(args.rows + tile.line_in(args, row), value);
+      if (!session.aborted()) store_sent(args, tile, row, value);
     }
     if (has_further) session.reset(first + self.column);
     if (has_header) {
@@ -172,8 +197,8 @@ struct MoeDispatchOneShot : MoeTiled<MoeDispatchOneShot> {
     return &moe_dispatch_one_shot<D>;
   }
 
-  static uint64_t place_lines(uint32_t row_lines, uint32_t top_k, uint32_t row_tiles) {
-    return DispatchLines(top_k, row_lines, row_tiles).place;
+  static uint64_t place_lines(uint32_t sent_lines, uint32_t top_k, uint32_t row_tiles) {
+    return DispatchLines(top_k, sent_lines, row_tiles).place;
   }
   static constexpr uint64_t slot_bytes(uint64_t lines, uint64_t world) { return LLBytes<1>::slot_bytes(lines, world); }
   static constexpr uint64_t shared_lines(uint64_t, uint64_t) { return 0; }
