@@ -22,6 +22,8 @@ inline constexpr uint32_t kMaxMoeGroups = 512;  // scales of a row
 // Maximum threads of a block. A thread then has 80 registers: with fewer the dispatch spills.
 inline constexpr uint32_t kMaxMoeThreads = 768;
 
+inline constexpr uint32_t kLineWords = sizeof(Line) / sizeof(uint32_t);
+
 struct MoeArgs {
   DeviceComm comm;
   const int32_t* topk_ids;  // [tokens, top_k]
@@ -123,7 +125,7 @@ struct MoeOperation {
   // MoeArgs::sent_lines. Scales are fp32; an operation without them has no parameter kGroups.
   static uint32_t sent_lines(const Problem& problem) {
     const auto groups = static_cast<uint32_t>(problem.parameter[kGroups]);
-    return row_lines(problem) + divide_up(groups, static_cast<uint32_t>(sizeof(Line) / sizeof(float)));
+    return row_lines(problem) + divide_up(groups, kLineWords);
   }
 
  protected:

@@ -52,7 +52,6 @@ LLM_COMM_DEVICE uint32_t sum_summands(const uint32_t* is_summand, const uint32_t
 template <DataType D>
 LLM_COMM_KERNEL(kMaxMoeThreads)
 moe_combine_one_shot(LLM_COMM_KERNEL_PARAM MoeCombineArgs args) {
-  constexpr uint32_t kLineWords = sizeof(Line) / sizeof(uint32_t);
   constexpr uint32_t kMostSums = kLineWords / 2;  // words of a tile that a thread adds, in a world of 2
   const uint32_t block = block_number(args.comm);
   const MoeThread self(args);

@@ -30,7 +30,7 @@ struct DispatchLines {
   uint32_t place;
 
   LLM_COMM_HOST_DEVICE constexpr DispatchLines(uint32_t top_k, uint32_t sent_lines, uint32_t row_tiles)
-      : header((1 + 2 * top_k + 3) / 4), flags(row_tiles - 1), place(header + flags + sent_lines) {}
+      : header(divide_up(1 + 2 * top_k, kLineWords)), flags(row_tiles - 1), place(header + flags + sent_lines) {}
 
   LLM_COMM_DEVICE uint32_t first(const MoeTile& tile) const { return tile.place * place; }
   LLM_COMM_DEVICE uint32_t flag(const MoeTile& tile) const {
@@ -45,8 +45,8 @@ LLM_COMM_DEVICE Line load_header(const MoeDispatchArgs& args, uint32_t number, u
   Line line{};
   if (!is_sent) return line;
   LLM_COMM_UNROLL(4)
-  for (uint32_t i = 0; i < 4; ++i) {
-    const uint32_t word = 4 * number + i;
+  for (uint32_t i = 0; i < kLineWords; ++i) {
+    const uint32_t word = kLineWords * number + i;
     if (word == 0) line.word[i] = 1;
     if (word == 0 || word > 2 * args.top_k) continue;
     const bool is_weight = word > args.top_k;
@@ -60,8 +60,8 @@ LLM_COMM_DEVICE Line load_header(const MoeDispatchArgs& args, uint32_t number, u
 // Stores the ids and weights that line `number` of a header holds.
 LLM_COMM_DEVICE void store_header(const MoeDispatchArgs& args, uint32_t number, uint32_t row, Line line) {
   LLM_COMM_UNROLL(4)
-  for (uint32_t i = 0; i < 4; ++i) {
-    const uint32_t word = 4 * number + i;
+  for (uint32_t i = 0; i < kLineWords; ++i) {
+    const uint32_t word = kLineWords * number + i;
     if (word == 0 || word > 2 * args.top_k) continue;
     if (word <= args.top_k) {
       args.ids[row * args.top_k + word - 1] = static_cast<int32_t>(line.word[i]) - 1;
@@ -74,10 +74,10 @@ LLM_COMM_DEVICE void store_header(const MoeDispatchArgs& args, uint32_t number, 
 // Loads a thread's line of a token's row or scales.
 LLM_COMM_DEVICE Line load_sent(const MoeDispatchArgs& args, const MoeTile& tile) {
   if (tile.line < args.row_lines) return load_line(args.x + tile.line_in(args, tile.token));
-  const uint32_t first = (tile.line - args.row_lines) * 4;
+  const uint32_t first = (tile.line - args.row_lines) * kLineWords;
   Line line{};
   LLM_COMM_UNROLL(4)
-  for (uint32_t i = 0; i < 4; ++i) {
+  for (uint32_t i = 0; i < kLineWords; ++i) {
     if (first + i < args.groups) line.word[i] = args.x_scales[tile.token * args.groups + first + i];
   }
   return line;
@@ -89,9 +89,9 @@ LLM_COMM_DEVICE void store_sent(const MoeDispatchArgs& args, const MoeTile& tile
     store_line(args.rows + tile.line_in(args, row), line);
     return;
   }
-  const uint32_t first = (tile.line - args.row_lines) * 4;
+  const uint32_t first = (tile.line - args.row_lines) * kLineWords;
   LLM_COMM_UNROLL(4)
-  for (uint32_t i = 0; i < 4; ++i) {
+  for (uint32_t i = 0; i < kLineWords; ++i) {
     if (first + i < args.groups) args.scales[row * args.groups + first + i] = line.word[i];
   }
 }
