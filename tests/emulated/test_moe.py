@@ -12,7 +12,7 @@ from nodes_cases import make as make_over_nodes
 from shards_reference import assert_same_bits, assert_untouched_outside, drawn_bits, placed
 from test_experts import Layer, layer_of
 
-from llm_comm import Communicator, PeerTimeout, UnsupportedInputError
+from llm_comm import Communicator, MismatchError, PeerTimeout, UnsupportedInputError
 
 some_worlds = pytest.mark.parametrize("world", [2, 3, 5, 8])
 BF16, FP16, FP8 = torch.bfloat16, torch.float16, torch.float8_e4m3fn
@@ -359,6 +359,17 @@ def disagree(which: str) -> None:
 @pytest.mark.parametrize("which", ["a row is missing", "a row too many"])
 def test_ranks_that_disagree_about_rows(ranks: RankPool, which: str) -> None:
     ranks.run(3, disagree, which)
+
+
+def disagree_about_places() -> None:
+    with make_communicator() as comm:
+        tokens = tokens_of(Case((2,) * comm.world_size, 64, 2, 2), comm.rank, 1)
+        with pytest.raises(MismatchError, match="one-shot dispatch of tokens"):
+            comm.moe_dispatch(*tokens[:3], 6, max_tokens=3 + comm.rank)
+
+
+def test_ranks_that_disagree_about_max_tokens(ranks: RankPool) -> None:
+    ranks.run(3, disagree_about_places)
 
 
 def refusals(comm: Communicator) -> list[tuple[str, dict[str, Any], str]]:
