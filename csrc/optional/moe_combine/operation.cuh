@@ -1,6 +1,8 @@
-// Combination of the rows that the ranks of a token's experts have made: a rank gets, for each of its tokens, the sum
-// over the ranks that own one of its experts, in rank order, added in fp32 and rounded once. A token without an expert
-// gets zeros. `ids` are those that moe_dispatch gave for the same `topk_ids`.
+// Combination of the rows that the ranks of a token's experts have made.
+//
+// A rank gets, for each of its tokens, the sum over the ranks that own one of its experts. Rows are added in rank order
+// in fp32 and rounded once. A token without an expert gets zeros. `ids` are those that moe_dispatch gave for the same
+// `topk_ids`.
 #pragma once
 
 #include "optional/moe_tiles.cuh"

@@ -12,8 +12,8 @@
 // Rules of operation.cuh:
 //   R1  A rank ends after it has received a header from every peer for each place, and a launch has a place.
 //   R2  Every line that was sent is received: headers and flags always are sent, and the flag says whether the row is.
-//       The thread that receives a line resets it. A flag, which several threads of a block poll, is reset by one of
-//       them after all have read it. A line of a row that is not sent is never written.
+//       The thread that receives a line resets it. Several threads of a block poll a flag; one of them resets it when
+//       all have read it. A line of a row that is not sent is never written.
 #pragma once
 
 #include "llm_comm/ll_bytes.cuh"

@@ -1,7 +1,9 @@
-// Dispatch of tokens to the ranks that own their experts. A rank gets [world * max_tokens] places in the order of source
-// rank and token: the row of the token if one of its experts is here, the numbers that its experts have on this rank (-1
-// for experts of other ranks), and their weights (0 for those). Rows that no rank sends are left as they are. Rows are
-// moved as bytes, with the scales of their groups if they have some.
+// Dispatch of tokens to the ranks that own their experts.
+//
+// A rank gets [world * max_tokens] places in the order of source rank and token. A place has the token's row if one of
+// its experts is on this rank. It has the numbers of those experts on this rank, and -1 for experts of other ranks. Their
+// weights follow, with 0 for experts of other ranks. Rows that no rank sends are left as they are. Rows are moved as
+// bytes, with the scales of their groups if they have some.
 #pragma once
 
 #include "optional/moe_tiles.cuh"
