@@ -28,6 +28,7 @@ from llm_comm.operations.generic import GenericOperations
 from llm_comm.operations.linear import Linear
 from llm_comm.operations.linear_all_reduce import LinearAllReduce, LinearAllReduceAddRmsNorm
 from llm_comm.operations.linear_layers import LinearLayers
+from llm_comm.operations.moe import ExpertParallel, MoeCombine, MoeDispatch
 from llm_comm.operations.shards import AllGather, AllToAll, LossyAllGather, ReduceScatter
 from llm_comm.planning import programs
 from llm_comm.planning.multicast import Multicast
@@ -44,7 +45,7 @@ from llm_comm.runtime.workspaces import SHARING, UnsharedMemoryError
 logger = logging.getLogger("llm_comm")
 
 
-class Communicator(AllReduceOps, GatherScatter, LinearLayers, ExpertLayers):
+class Communicator(AllReduceOps, GatherScatter, LinearLayers, ExpertLayers, ExpertParallel):
     """Collectives of the ranks of one process group: all-reduce, all-gather, reduce-scatter, and fused forms of them.
 
     The ranks are on one machine, or on several with equally many ranks each. Construction is collective: all ranks get
@@ -120,6 +121,7 @@ class Communicator(AllReduceOps, GatherScatter, LinearLayers, ExpertLayers):
             LinearAllReduceAddRmsNorm(self._handle, layers, norms),
         )
         self._experts = Experts(*common)
+        self._moe_dispatch, self._moe_combine = MoeDispatch(*common, why_none), MoeCombine(*common, why_none)
         self._other_operations = GenericOperations(*common, why_none)
         # Bound at set-up to save attribute look-ups in calls.
         self._all_reduce = self._operations.all_reduce.run
@@ -365,6 +367,8 @@ class Communicator(AllReduceOps, GatherScatter, LinearLayers, ExpertLayers):
         self._operations.linear_gelu_tanh_and_mul.forget()
         self._operations.batch_invariant_linear.forget()
         self._experts.forget()
+        self._moe_dispatch.forget()
+        self._moe_combine.forget()
         self._other_operations.forget()
 
     def check(self) -> None:

@@ -53,7 +53,7 @@ namespace llm_comm {
 inline constexpr uint32_t kScatter = 0;
 inline constexpr uint32_t kGather = 1;
 
-inline constexpr int kMaxBuffers = 7;
+inline constexpr int kMaxBuffers = 9;
 inline constexpr int kMaxTunables = 5;
 inline constexpr int kMaxNamedValues = 13;
 

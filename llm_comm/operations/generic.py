@@ -15,10 +15,18 @@ from llm_comm.operations.operands import Operands, check_memory, check_unwatched
 from llm_comm.operations.operation import Operation, Prepared, keep
 from llm_comm.planning.plan import Plan, declined
 from llm_comm.planning.planner import Planner
-from llm_comm.planning.tables import ALL_GATHER, ALL_REDUCE, ALL_TO_ALL, FUSED, REDUCE_SCATTER
+from llm_comm.planning.tables import (
+    ALL_GATHER,
+    ALL_REDUCE,
+    ALL_TO_ALL,
+    FUSED,
+    MOE_COMBINE,
+    MOE_DISPATCH,
+    REDUCE_SCATTER,
+)
 from llm_comm.runtime.core_handle import CoreHandle
 
-_WITH_METHODS = (ALL_REDUCE, FUSED, ALL_GATHER, REDUCE_SCATTER, ALL_TO_ALL)
+_WITH_METHODS = (ALL_REDUCE, FUSED, ALL_GATHER, REDUCE_SCATTER, ALL_TO_ALL, MOE_DISPATCH, MOE_COMBINE)
 
 _Buffers = Mapping[str, "torch.Tensor | None"]
 _Parameters = Mapping[str, float]

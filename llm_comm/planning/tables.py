@@ -17,6 +17,8 @@ FUSED = "all_reduce_add_rms_norm"
 ALL_GATHER = "all_gather"
 REDUCE_SCATTER = "reduce_scatter"
 ALL_TO_ALL = "all_to_all"
+MOE_DISPATCH = "moe_dispatch"
+MOE_COMBINE = "moe_combine"
 
 #: Tuning parameters of DSL programs.
 TUNABLES_OF_PROGRAMS = ("blocks", "threads")

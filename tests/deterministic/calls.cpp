@@ -11,6 +11,7 @@
 #include "fused_call.h"
 #include "linear_call.h"
 #include "message_call.h"
+#include "moe_call.h"
 #include "tilings.h"
 
 namespace drill {
@@ -43,6 +44,10 @@ std::unique_ptr<Call> draw_call_of(const Subject& subject, uint32_t ranks, Rando
       } else {
         call = std::make_unique<FusedCall<DataType::kBFloat16>>(algorithm, subject.quantization, ranks, random);
       }
+    } else if constexpr (std::is_same_v<typename A::Operation, MoeDispatch>) {
+      call = std::make_unique<DispatchCall>(algorithm, type, ranks, random);
+    } else if constexpr (std::is_same_v<typename A::Operation, MoeCombine>) {
+      call = std::make_unique<CombineCall>(algorithm, type, ranks, random);
     } else {
       call = std::make_unique<AnyCall<A>>(algorithm, type, ranks, random);
     }

@@ -97,7 +97,7 @@ def read_registry() -> tuple[Algorithm, ...]:
             names = re.findall(
                 r'AlgorithmInfo kInfo\{\s*(?:\.name = )?"(\w+)"', own[own.index(f"struct {descriptor}") :]
             )
-            named = r'OperationInfo kInfo(?:\{| = \w+\(\s*\{)\s*(?:\.name = )?"(\w+)"'
+            named = r'OperationInfo kInfo(?:\{| =\s+\w+\(\s*\{)\s*(?:\.name = )?"(\w+)"'
             operations = [re.search(named, source(file)) for file in files]
             operation = next(match[1] for match in operations if match is not None)
             found.append(Algorithm(f"{operation}/{names[0]}", files[0], files))

@@ -135,6 +135,18 @@ OF_OPERATIONS = (
             Edit(SESSION, "arrive() const { op_.arrive(); }", "arrive() const { if (!WITHOUT) op_.arrive(); }"),
         ),
     ),
+    Protection(
+        "header_arrived",
+        "a token without a row has a header, which is taken only when it has arrived",
+        Everywhere((r"has_arrived\(found\[1\]\) && ", "(WITHOUT || has_arrived(found[1])) && ")),
+        failure=WRONG_RESULT,
+    ),
+    Protection(
+        "expected_rows",
+        "rows of ranks that have none of a token's experts are not summed",
+        Everywhere((r"if \(summand\.is_there == 0\)", "if (!WITHOUT && summand.is_there == 0)")),
+        failure=WRONG_RESULT,
+    ),
     # ---- Progress ----
     Protection(
         "tickets",

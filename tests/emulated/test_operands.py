@@ -80,6 +80,10 @@ def cases(world: int) -> list[Case]:
     before_norm = {**summed, "residual": rows(64), "norm_weight": ones(64)}
     experts = {"x": rows(), "gate_up_weight": ones(2, 128, FEATURES), "down_weight": ones(2, FEATURES, 64)}
     experts |= {"topk_weights": torch.ones(ROWS, 1), "topk_ids": torch.ones(ROWS, 1, dtype=torch.int32)}
+    none = torch.full((world * ROWS, 1), -1, dtype=torch.int32)  # no expert: all ranks agree
+    tokens = {"x": rows(), "topk_ids": none[:ROWS], "topk_weights": torch.ones(ROWS, 1)}
+    made = {"y": ones(world * ROWS, FEATURES), "ids": none, "topk_ids": none[:ROWS]}
+    of_experts = {"num_experts": world}
     written = {"out": rows(), "residual_out": rows()}
     scaled = {"x": rows(dtype=FP8), "linear_weight": ones(64, FEATURES, dtype=FP8), "bias": ones(64)}
     scaled |= {"x_scale": torch.ones(1), "weight_scale": torch.ones(1)}
@@ -112,6 +116,10 @@ def cases(world: int) -> list[Case]:
         Case("try_all_reduce_add_rms_norm", {**norm, **written}, tuple(written), (*of_norm, *same), {"eps": EPS}),
         Case("fused_experts", {**experts, "out": rows()}, out, has_operator=False),
         Case("try_fused_experts", experts, has_operator=False),
+        Case("moe_dispatch", {**tokens, "x_scales": torch.ones(ROWS, 3)}, options=of_experts, has_operator=False),
+        Case("try_moe_dispatch", tokens, options=of_experts, has_operator=False),
+        Case("moe_combine", {**made, "out": rows()}, out, options=of_experts, has_operator=False),
+        Case("try_moe_combine", made, options=of_experts, has_operator=False),
         Case("run", {"input": rows(), "output": rows()}, ("output",), has_operator=False),
         Case("dsl", x_and_out, out, same, has_operator=False),
     ]

@@ -9,6 +9,7 @@ from table_edges import EDGES
 from table_host import HOST
 from table_kernels import KERNELS
 from table_layers import LINEAR_LAYERS
+from table_moe import MOE
 from table_nccl import IN_PLACE_OF_NCCL
 from table_operations import OPERATIONS
 from table_planning import PLANNING
@@ -27,5 +28,6 @@ MUTANTS: tuple[Mutant, ...] = (
     *LINEAR_LAYERS,
     *IN_PLACE_OF_NCCL,
     *CODE,
+    *MOE,
 )
 check_names(MUTANTS)

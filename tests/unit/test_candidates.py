@@ -7,7 +7,7 @@ import pytest
 
 from llm_comm import _core, registry
 from llm_comm.config import Config
-from llm_comm.planning.tables import ALL_REDUCE, FUSED
+from llm_comm.planning.tables import ALL_REDUCE, MOE_COMBINE, MOE_DISPATCH
 
 LINE = 16
 BF16 = tuple(registry.data_types()).index("bf16")
@@ -73,16 +73,21 @@ def test_one_shot_up_to_4_mib() -> None:
 
 
 def any_problem(algorithm: registry.Algorithm, elements: int, world: int = 2) -> _core.Problem:
-    """So many elements, in rows of 1024 where an operation works by rows, or in a part of one row on each rank."""
-    is_fused = algorithm.operation == FUSED
-    has_shards = registry.operations()[algorithm.operation].has_shards
-    parts = (1, *[elements] * world) if has_shards else ()
+    """So many elements, in rows of 1024 where an operation works by rows, or in a part of one row on each rank. Tokens
+    with experts are 128 at most."""
+    parameters: tuple[float, ...] = (1, *[elements] * world)
+    is_routed = algorithm.operation in (MOE_DISPATCH, MOE_COMBINE)
+    has_rows = registry.operations()[algorithm.operation].row_multiple != 0
+    if has_rows:
+        parameters = (4 * world, 8) if is_routed else (1e-5, 0)
+    elif not registry.operations()[algorithm.operation].has_shards:
+        parameters = ()
     return _core.Problem(
-        count=elements,
-        row=1024 if is_fused else 0,
+        count=min(elements, 128 * 1024) if is_routed else elements,
+        row=1024 if has_rows else 0,
         data_type=tuple(registry.data_types()).index(algorithm.data_types[0]),
         world_size=world,
-        parameters=(1e-5, 0) if is_fused else parts,
+        parameters=parameters,
     )
 
 

@@ -84,6 +84,13 @@ class LLBytes {
     return line[0];
   }
 
+  // Original of a line that the caller has received and reset itself, for threads that poll several lines of the peer.
+  LLM_COMM_DEVICE Line restore(uint64_t index, Line line, uint32_t phase) {
+    static_assert(Peers == 1);
+    if (has_ambiguous_words(line)) decode(0, index, line, phase);
+    return line;
+  }
+
  private:
   LLM_COMM_DEVICE void decode(uint32_t i, uint64_t index, Line& line, uint32_t phase) {
     if (session_.aborted()) return;
