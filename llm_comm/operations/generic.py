@@ -15,10 +15,14 @@ from llm_comm.operations.operands import Operands, check_memory, check_unwatched
 from llm_comm.operations.operation import Operation, Prepared, keep
 from llm_comm.planning.plan import Plan, declined
 from llm_comm.planning.planner import Planner
-from llm_comm.planning.tables import ALL_GATHER, ALL_REDUCE, ALL_TO_ALL, FUSED, REDUCE_SCATTER
+from llm_comm.planning.tables import ALL_GATHER, ALL_REDUCE, ALL_TO_ALL, ALL_TO_ALL_V, FUSED, REDUCE_SCATTER
 from llm_comm.runtime.core_handle import CoreHandle
 
-_WITH_METHODS = (ALL_REDUCE, FUSED, ALL_GATHER, REDUCE_SCATTER, ALL_TO_ALL)
+#: Methods of operations.
+_METHODS = {
+    **{name: name for name in (ALL_REDUCE, FUSED, ALL_GATHER, REDUCE_SCATTER, ALL_TO_ALL)},
+    ALL_TO_ALL_V: ALL_TO_ALL,
+}
 
 _Buffers = Mapping[str, "torch.Tensor | None"]
 _Parameters = Mapping[str, float]
@@ -58,9 +62,9 @@ class GenericOperations:
         found = self._operations.get(name)
         if found is not None:
             return found
-        if name in _WITH_METHODS:
-            raise UnsupportedInputError(f"{name} has a method of its own: call Communicator.{name}")
-        why = registry.why_not_known("operation", name, (n for n in registry.operations() if n not in _WITH_METHODS))
+        if name in _METHODS:
+            raise UnsupportedInputError(f"{name} has a method of its own: call Communicator.{_METHODS[name]}")
+        why = registry.why_not_known("operation", name, (n for n in registry.operations() if n not in _METHODS))
         if why:
             raise UnsupportedInputError(why)
         self._operations[name] = GenericOperation(name, *self._common)

@@ -17,6 +17,7 @@ FUSED = "all_reduce_add_rms_norm"
 ALL_GATHER = "all_gather"
 REDUCE_SCATTER = "reduce_scatter"
 ALL_TO_ALL = "all_to_all"
+ALL_TO_ALL_V = "all_to_all_v"
 
 #: Tuning parameters of DSL programs.
 TUNABLES_OF_PROGRAMS = ("blocks", "threads")

@@ -11,6 +11,7 @@
 #include "fused_call.h"
 #include "linear_call.h"
 #include "message_call.h"
+#include "sized_call.h"
 #include "tilings.h"
 
 namespace drill {
@@ -43,6 +44,8 @@ std::unique_ptr<Call> draw_call_of(const Subject& subject, uint32_t ranks, Rando
       } else {
         call = std::make_unique<FusedCall<DataType::kBFloat16>>(algorithm, subject.quantization, ranks, random);
       }
+    } else if constexpr (std::is_same_v<typename A::Operation, AllToAllV>) {
+      call = std::make_unique<SizedCall>(algorithm, ranks, random);
     } else {
       call = std::make_unique<AnyCall<A>>(algorithm, type, ranks, random);
     }

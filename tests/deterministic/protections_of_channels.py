@@ -126,7 +126,8 @@ OF_CHANNELS = (
         (Edit(HB_SESSION, "steps = chunks + 2 * depth;", "steps = chunks + (WITHOUT ? depth + 1 : 2 * depth);"),),
         failure=WRONG_RESULT,
         subjects=(
-            *("all_reduce/one_shot_hb", "all_gather/push_hb", "reduce_scatter/push_hb", "all_to_all/push_hb"),
+            *("all_reduce/one_shot_hb", "all_gather/push_hb", "reduce_scatter/push_hb"),
+            *("all_to_all/push_hb", "all_to_all_v/push_hb"),
             *ONE_HOP_BY_SWITCH,
         ),
     ),
@@ -136,6 +137,18 @@ OF_CHANNELS = (
         (Edit(STEP_PIPELINE, "staging_of(comm_, receiver, hop)", "staging_of(comm_, receiver, WITHOUT ? 0 : hop)"),),
         failure=WRONG_RESULT,
         subjects=("all_reduce/two_shot_hb", "all_reduce/two_shot_int8_hb", *WITH_THIRD_TEAM),
+    ),
+    Protection(
+        "greetings_apart",
+        "greetings with sizes have memory of their own",
+        (
+            Edit(
+                "csrc/algorithms/all_to_all_v/push_hb.cuh",
+                "session.staging(receiver, kSecondHop)",
+                "session.staging(receiver, WITHOUT ? kFirstHop : kSecondHop)",
+            ),
+        ),
+        failure=WRONG_RESULT,
     ),
     Protection(
         "hb_sums_have_arrived",

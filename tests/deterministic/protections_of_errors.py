@@ -26,7 +26,7 @@ from protection import (
 #: What all waits and comparisons of calls do, which are the same code. All-reduces by LL, fused ones and the toy show
 #: it in minutes; schedules of the others would take as long again for each.
 ALIKE = {
-    r"(all_gather|reduce_scatter|all_to_all)/.*|.*_hb|.*port|.*_ce|.*_switch|.*ld_reduce": (
+    r"(all_gather|reduce_scatter|all_to_all|all_to_all_v)/.*|.*_hb|.*port|.*_ce|.*_switch|.*ld_reduce": (
         "waits and comparisons are those of all-reduces by LL"
     )
 }

@@ -201,7 +201,7 @@ class Runner:
         elif case.kind == "reduce_scatter":
             result = comm.reduce_scatter(x.view(whole), 1, case.sizes, out.view(part))
         elif case.kind == "all_to_all":
-            result = comm.all_to_all(x.view(whole[1:]), out.view(whole[1:]))
+            result = comm.all_to_all(x.view(whole[1:]), out=out.view(whole[1:]))
         else:
             result = comm.all_reduce(x, out)
         assert isinstance(result, torch.Tensor)
