@@ -14,7 +14,7 @@ import torch
 
 from llm_comm import arrays
 from llm_comm.errors import UnsupportedInputError, quoted
-from llm_comm.operations.operands import Operands, check_memory, count_write, why_not_buffer, why_not_operand
+from llm_comm.operations.operands import Operands, check_memory, count_write, why_not_operand
 from llm_comm.operations.operation import Operation, keep
 from llm_comm.operations.shards import SPARE, why_not_bytes
 from llm_comm.planning.plan import Plan, declined, without_kernel
@@ -82,10 +82,10 @@ class AllToAllV(Operation):
             if or_none:
                 return None
             raise self._error(prepared)
-        tensors = {"x": x, "send_sizes": send_sizes, "recv_sizes": recv_sizes, "out": out}
+        check_memory(ALL_TO_ALL, x=x, send_sizes=send_sizes, recv_sizes=recv_sizes)
         if out is not None:
             self._check_out(x, out)
-            self._operands.check_written(*tensors.values())
+            self._operands.check_written(x, send_sizes, recv_sizes, out)
         result = x.new_empty(prepared.shape) if out is None else out
         if prepared.run is None:  # one rank, or nothing to exchange
             self._handle.check()
@@ -107,7 +107,6 @@ class AllToAllV(Operation):
             if out is not None:
                 count_write((out,))
         except RuntimeError as error:
-            check_memory(ALL_TO_ALL, **tensors)
             self._handle.end_after_launch_error(error)
             raise
         if not is_enqueued:
@@ -210,7 +209,9 @@ class AllToAllV(Operation):
         for name, sizes in (("send_sizes", send_sizes), ("recv_sizes", recv_sizes)):
             if sizes is None:
                 return f"{name} is missing: parts of any sizes need send_sizes and recv_sizes"
-            why = why_not_buffer(sizes, self._device)
+            if not isinstance(sizes, torch.Tensor):
+                return f"{name} is a {type(sizes).__name__}, not a tensor"
+            why = why_not_operand(sizes, self._device)
             if why:
                 return f"{name}: {why}"
         return self._why_not_sizes(send_sizes, recv_sizes) or self._why_not_numbers(x, max_rows)
@@ -232,7 +233,8 @@ class AllToAllV(Operation):
             return "x has 0 dimensions; parts are along the first one"
         if max_rows is None:
             return "" if x.shape[0] < _MANY_ROWS else f"x has {x.shape[0]} rows: pass max_rows below 2**32 - 1"
-        if isinstance(max_rows, bool) or not (isinstance(max_rows, _INTEGERS) and 0 <= max_rows < _MANY_ROWS):
+        is_integer = isinstance(max_rows, _INTEGERS) and not isinstance(max_rows, bool)
+        if not (is_integer and 0 <= max_rows < _MANY_ROWS):
             return f"max_rows is {quoted(max_rows)}; it must be an int from 0 to 2**32 - 2"
         return ""
 

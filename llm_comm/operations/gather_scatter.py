@@ -191,7 +191,8 @@ class GatherScatter:
         if not isinstance(x, _Tensor):
             sizes = _as_sizes(send_sizes), _as_sizes(recv_sizes)
             return arrays.call(lambda x, out: self._exchange(x, *sizes, max_rows, out), x, out)
-        if _is_compiling() or type(x) is not _Tensor or _is_watched():
+        are_wrapped = any(isinstance(one, _Tensor) and type(one) is not _Tensor for one in (x, send_sizes, recv_sizes))
+        if _is_compiling() or are_wrapped or _is_watched():
             return torch_operators.on_parts(operation, x, send_sizes, recv_sizes, max_rows, out, self.name)
         return operation.run(x, send_sizes, recv_sizes, max_rows, out)
 

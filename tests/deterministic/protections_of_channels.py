@@ -124,7 +124,7 @@ OF_CHANNELS = (
         "hb_last_steps",
         "H1: a rank ends only when its peers have read what it sent",
         (Edit(HB_SESSION, "steps = chunks + 2 * depth;", "steps = chunks + (WITHOUT ? depth + 1 : 2 * depth);"),),
-        failure=WRONG_RESULT,
+        failure=_WRONG,
         subjects=(
             *("all_reduce/one_shot_hb", "all_gather/push_hb", "reduce_scatter/push_hb"),
             *("all_to_all/push_hb", "all_to_all_v/push_hb"),
@@ -148,7 +148,7 @@ OF_CHANNELS = (
                 "session.staging(receiver, WITHOUT ? kFirstHop : kSecondHop)",
             ),
         ),
-        failure=WRONG_RESULT,
+        failure=_WRONG,
     ),
     Protection(
         "hb_sums_have_arrived",

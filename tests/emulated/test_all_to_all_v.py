@@ -364,7 +364,7 @@ def refuse() -> None:
             ("send_sizes has shape (2,); it must have 3 sizes, one for each rank", x, sizes[:2], sizes, None, None),
             ("recv_sizes has shape (3, 1)", x, sizes, sizes[:, None], None, None),
             ("recv_sizes: the tensor is not contiguous", x, sizes, torch.ones(6, dtype=torch.int64)[::2], None, None),
-            ("send_sizes: a list is not a tensor", x, [1, 1, 1], sizes, None, None),
+            ("send_sizes is a list, not a tensor", x, [1, 1, 1], sizes, None, None),
             ("the tensor is not contiguous", torch.ones(6, 2).t().contiguous().t(), sizes, sizes, None, None),
             ("x has 0 dimensions", torch.ones(()), sizes, sizes, None, None),
             ("max_rows is -1", x, sizes, sizes, -1, None),

@@ -80,6 +80,8 @@ def cases(world: int) -> list[Case]:
     before_norm = {**summed, "residual": rows(64), "norm_weight": ones(64)}
     experts = {"x": rows(), "gate_up_weight": ones(2, 128, FEATURES), "down_weight": ones(2, FEATURES, 64)}
     experts |= {"topk_weights": torch.ones(ROWS, 1), "topk_ids": torch.ones(ROWS, 1, dtype=torch.int32)}
+    sized = {"x": rows(), **{name: torch.full((world,), ROWS // world) for name in ("send_sizes", "recv_sizes")}}
+    part = {"max_rows": ROWS // world}  # all rows of a result are written
     written = {"out": rows(), "residual_out": rows()}
     scaled = {"x": rows(dtype=FP8), "linear_weight": ones(64, FEATURES, dtype=FP8), "bias": ones(64)}
     scaled |= {"x_scale": torch.ones(1), "weight_scale": torch.ones(1)}
@@ -94,6 +96,8 @@ def cases(world: int) -> list[Case]:
         Case("try_reduce_scatter", {"x": ones(world * ROWS, FEATURES)}),
         Case("all_to_all", {"x": ones(world * ROWS, FEATURES), "out": ones(world * ROWS, FEATURES)}, out, same),
         Case("try_all_to_all", {"x": ones(world * ROWS, FEATURES)}),
+        Case("all_to_all", {**sized, "out": rows()}, out, options=part),
+        Case("try_all_to_all", sized, options=part),
         Case("linear", {**layer, "out": rows(64)}, out),
         Case("batch_invariant_linear", {**layer, "out": rows(64)}, out),
         Case("linear_silu_and_mul", {**gate_up, "out": rows(64)}, out),
@@ -425,6 +429,7 @@ def check_operators() -> None:
                 "dim": 0,
                 "rank": 0,
                 "world_size": 2,
+                "max_rows": 2,
                 "quantize": "group",
             }
             given = [

@@ -75,8 +75,8 @@ def test_one_shot_up_to_4_mib() -> None:
 def any_problem(algorithm: registry.Algorithm, elements: int, world: int = 2) -> _core.Problem:
     """So many elements, in rows of 1024 where an operation works by rows, or in a part of one row on each rank."""
     is_fused = algorithm.operation == FUSED
-    has_shards = registry.operations()[algorithm.operation].has_shards
-    parts = (1, *[elements] * world) if has_shards else ()
+    operation = registry.operations()[algorithm.operation]
+    parts = (1, *[elements] * world) if operation.has_shards else (16, 0) if operation.bounds_parts else ()
     return _core.Problem(
         count=elements,
         row=1024 if is_fused else 0,
