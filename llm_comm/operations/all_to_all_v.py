@@ -64,13 +64,11 @@ class AllToAllV(Operation):
         recv_sizes: Any,
         max_rows: int | None = None,
         out: Any = None,
-        or_none: bool = False,
     ) -> Any:
         """Run the operation. ``x`` must have memory of its own: no tracer, mode or wrapper is handled here.
 
         Args:
             x, send_sizes, recv_sizes, max_rows, out: Arguments of ``Communicator.all_to_all``.
-            or_none: Return None if the input is declined, instead of raising.
 
         Raises:
             UnsupportedInputError: The input is declined, or ``out`` does not fit.
@@ -79,8 +77,6 @@ class AllToAllV(Operation):
         prepared = self._prepare(x, send_sizes, recv_sizes, max_rows)
         if isinstance(prepared, str):
             self._count_declined(prepared)
-            if or_none:
-                return None
             raise self._error(prepared)
         check_memory(ALL_TO_ALL, x=x, send_sizes=send_sizes, recv_sizes=recv_sizes)
         if out is not None:

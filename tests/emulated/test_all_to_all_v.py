@@ -212,10 +212,23 @@ def choose() -> None:
         x = torch.ones(3, dtype=torch.uint8)
         assert comm.accepts_all_to_all(x, *sizes, 100)
         assert not comm.accepts_all_to_all(x, *sizes, 101), "parts of 101 bytes are 303 together"
+        asks = torch.compile(lambda most: comm.accepts_all_to_all(x, *sizes, most), backend="eager")
+        assert asks(100)
+        assert not asks(101)
 
 
 def test_choice_by_the_largest_part(ranks: RankPool) -> None:
     ranks.run(3, choose)
+
+
+def exchange_other_types() -> None:
+    with make_communicator() as comm:
+        for seed in (0, 1, 0, 1):  # int64 and int32, with the same tensors
+            exchange(comm, [[2] * 3] * 3, 2, (5,), torch.int16, seed, f"call {seed}")
+
+
+def test_sizes_of_another_type(ranks: RankPool) -> None:
+    ranks.run(3, exchange_other_types)
 
 
 # ---- Wrong sizes -----------------------------------------------------------------------------------------------------

@@ -101,7 +101,7 @@ class PartsOfPeer {
   Line greeting_;  // {SizesFault, ...}: without a fault, the rows that are sent and those that are expected
 };
 
-// What the greeting of this rank for `peer` and that of `peer` for this rank say about the sizes.
+// Fault that the greeting of this rank for `peer` and that of `peer` for this rank show.
 LLM_COMM_DEVICE SizesError compare_greetings(uint32_t rank, Line own, uint32_t peer, Line greeting) {
   const auto fault_of = [](uint32_t of, Line said) {
     return SizesError{static_cast<SizesFault>(said.word[0]), of, said.word[3], said.word[1], said.word[2]};
