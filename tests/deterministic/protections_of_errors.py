@@ -119,6 +119,19 @@ OF_ERRORS = (
         failure=TOO_LATE,
         exempt=ALIKE,
     ),
+    Protection(
+        "greetings_before_failure",
+        "a rank whose sizes are wrong fails only after it has greeted all ranks, which wait for that",
+        (
+            Edit(
+                "csrc/algorithms/all_to_all_v/one_shot.cuh",
+                "block_sync();  // a thread that fails",
+                "if (!WITHOUT) block_sync();  // a thread that fails",
+            ),
+        ),
+        budget=20_000,
+        failure=NOBODY_IS_MISSING,
+    ),
     # ---- Who is to blame ----
     Protection(
         "notes",

@@ -3,6 +3,7 @@
 
 #include <algorithm>
 #include <memory>
+#include <optional>
 #include <string>
 #include <vector>
 
@@ -31,10 +32,17 @@ class SizedCall final : public Call {
     for (std::vector<uint32_t>& of_sender : rows_) {
       for (uint32_t& rows : of_sender) rows = random.chance(64) ? 0 : random.below(max_rows_ + 1);
     }
+    if (random.chance(4)) wrong_ = {random.below(ranks), random.below(ranks), random.chance(96)};
     for (uint32_t rank = 0; rank < ranks; ++rank) {
+      std::vector<uint32_t> sent = rows_[rank];
       std::vector<uint32_t> received;
       for (uint32_t sender = 0; sender < ranks; ++sender) received.push_back(rows_[sender][rank]);
-      send_sizes_.push_back(written(rows_[rank]));
+      if (wrong_ && wrong_->is_too_large && rank == wrong_->sender) sent[wrong_->receiver] = max_rows_ + 1;
+      if (wrong_ && !wrong_->is_too_large && rank == wrong_->receiver) {
+        uint32_t& rows = received[wrong_->sender];
+        rows = rows == 0 ? 1 : random.below(rows);
+      }
+      send_sizes_.push_back(written(sent));
       recv_sizes_.push_back(written(received));
       inputs_.emplace_back(DataType::kByte, uint64_t{row_bytes_} * (sum(rows_[rank]) + random.below(2)), random);
       inputs_.back().fill(random);
@@ -80,6 +88,11 @@ class SizedCall final : public Call {
   }
   std::string touched(uint32_t rank) const override { return outputs_[rank].touched(); }
 
+  // Of a pair that disagrees both; of a size that no part may have, all.
+  bool must_fail(uint32_t rank) const override {
+    return wrong_ && (wrong_->is_too_large || rank == wrong_->sender || rank == wrong_->receiver);
+  }
+
   uint64_t operations() const override { return launches(problem_, tiling_); }
 
   std::string name() const override {
@@ -90,10 +103,19 @@ class SizedCall final : public Call {
     }
     return name_of(algorithm_) + " of up to " + std::to_string(max_rows_) + " rows of " + std::to_string(row_bytes_) +
            " bytes (" + (has_int32_ ? "int32" : "int64") + (comes_late_ ? ", written before," : ",") + rows + " " +
-           text(tiling_) + ")";
+           text(tiling_) +
+           (wrong_ ? ", wrong from " + std::to_string(wrong_->sender) + " to " + std::to_string(wrong_->receiver) +
+                         (wrong_->is_too_large ? ", too large)" : ")")
+                   : ")");
   }
 
  private:
+  // A size that is wrong: that of the sender is larger than any may be, or that of the receiver is another one.
+  struct Wrong {
+    uint32_t sender;
+    uint32_t receiver;
+    bool is_too_large;
+  };
   struct Sizes {
     std::vector<uint64_t> send;
     std::vector<uint64_t> recv;
@@ -120,6 +142,7 @@ class SizedCall final : public Call {
   bool comes_late_;
   Problem problem_;
   Tiling tiling_;
+  std::optional<Wrong> wrong_;
   std::vector<std::vector<uint32_t>> rows_;        // [sender][receiver]
   std::vector<std::vector<uint64_t>> send_sizes_;  // by rank, as what follows
   std::vector<std::vector<uint64_t>> recv_sizes_;
