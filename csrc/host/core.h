@@ -51,7 +51,8 @@ struct Call {
 
 // Sizes of parts that differ between two ranks, or do not fit (SizesError of wait.cuh, which defines the numbers).
 struct WrongSizes {
-  // "disagree", "sends too many", "expects too many", "input too short" or "output too short".
+  // "disagree", "sends too many", "expects too many", "input too short", "output too short" or "other
+  // call".
   std::string fault;
   int rank = 0;
   int peer = 0;

@@ -52,6 +52,8 @@ inline std::string fault_name(SizesFault fault) {
       return "input too short";
     case SizesFault::kOutputTooShort:
       return "output too short";
+    case SizesFault::kOtherCall:
+      return "other call";
     case SizesFault::kNone:
       break;
   }

@@ -10,7 +10,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from harness import RankPool, make_communicator, unnamed
+from cores import connected, number_of, tiling_of, together
+from harness import RankPool, make_communicator, names_of_world, unnamed
 from nodes_cases import Layout
 from nodes_cases import make as make_over_nodes
 from shards_reference import (
@@ -22,7 +23,8 @@ from shards_reference import (
     placed,
 )
 
-from llm_comm import Communicator, MismatchError, UnsupportedInputError
+from llm_comm import Communicator, MismatchError, UnsupportedInputError, _core, registry
+from llm_comm.runtime.failures import explain
 
 some_worlds = pytest.mark.parametrize("world", [2, 3, 5, 8])
 #: Rows that each rank sends to each other one, by sender and receiver.
@@ -308,6 +310,34 @@ def disagree(name: str, algorithm: str) -> None:
 @pytest.mark.parametrize("algorithm", SHARD_ALGORITHMS)
 def test_wrong_sizes_end_all_ranks(ranks: RankPool, name: str, algorithm: str) -> None:
     ranks.run(4, disagree, name, algorithm)
+
+
+@pytest.mark.parametrize(("world", "odd"), [(2, 1), (3, 0), (3, 1)])
+@pytest.mark.parametrize("algorithm", SHARD_ALGORITHMS)
+def test_another_bound_on_one_rank(world: int, odd: int, algorithm: str) -> None:
+    """Where nobody compares calls, as on GPUs. Some ranks find out, and no rank ends without an error."""
+    cores = connected(world, timeout_s=2)
+    calls, kept = [], []
+    for rank, core in enumerate(cores):
+        most = 900 if rank == odd else 400
+        byte = tuple(registry.data_types()).index("byte")
+        problem = _core.Problem(count=most * 16, row=0, data_type=byte, world_size=world, parameters=(16, 0))
+        tiling = tiling_of(most * 16, blocks=2, tile_lines=16, depth=2)
+        run = core.prepare(number_of("all_to_all_v", algorithm), problem, tiling)
+        x, out, sizes = torch.ones(world * 48), torch.ones(world * 48), torch.full((world,), 12)
+        kept += [x, out, sizes]
+        addresses = [one.data_ptr() for one in (x, out, sizes, sizes)]
+        addresses += [one.data_ptr() + one.nbytes for one in (x, out)]
+        calls.append(lambda run=run, addresses=addresses: run(*addresses, 0))
+    together(*calls)
+    causes = [error.cause for core in cores if (error := core.error()) is not None]
+    assert "sizes" in causes
+    assert set(causes) <= {"sizes", "timeout"}
+    assert len(causes) == world
+    (error,) = [found for core in cores if (found := core.error()) and found.cause == "sizes"][:1]
+    assert error.sizes.fault == "other call"
+    text = unnamed(explain(error, 1.0, names_of_world(world)).text)
+    assert "max_rows, the bytes of a row or the dtype of sizes differ between rank" in text, text
 
 
 # ---- Operands --------------------------------------------------------------------------------------------------------

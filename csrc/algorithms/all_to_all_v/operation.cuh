@@ -11,6 +11,9 @@
 // many it expects, or what is wrong. The receiver compares, and fails the communicator with ErrorCause::kSizes. Both
 // ranks of a pair that disagrees do so, and all ranks if the sizes of one do not fit. The watchdog notifies the others.
 //
+// Greetings carry a hash of the call too, as ranks easily differ in max_rows. Lines of such a call lie elsewhere. But
+// the lowest rank of a slot begins at line 0 whatever max_rows is, and in HB the rank with the fewest steps ends.
+//
 // Bounds hold whatever the sizes are. A sender sends at most max_rows, which slots and chunks hold. A receiver stores
 // no more rows than its own recv_sizes say, which fit its tensor. After an error the content of the output is
 // unspecified.
@@ -55,7 +58,7 @@ class PartsOfPeer {
     SizesError error{SizesFault::kNone, 0, 0, 0, 0};
     received_ = find(args, args.received, peer, SizesFault::kExpectsTooMany, SizesFault::kOutputTooShort, error);
     sent_ = find(args, args.sent, peer, SizesFault::kSendsTooMany, SizesFault::kInputTooShort, error);
-    greeting_ = {{0, static_cast<uint32_t>(sent_.rows), static_cast<uint32_t>(received_.rows), 0}};
+    greeting_ = {{0, static_cast<uint32_t>(sent_.rows), static_cast<uint32_t>(received_.rows), args.comm.call}};
     if (error.fault != SizesFault::kNone) {
       greeting_ = {{static_cast<uint32_t>(error.fault), error.rows, error.limit, error.peer}};
       sent_ = received_ = {0, 0};
@@ -98,7 +101,7 @@ class PartsOfPeer {
 
   Part sent_;
   Part received_;
-  Line greeting_;  // {SizesFault, ...}: without a fault, the rows that are sent and those that are expected
+  Line greeting_;  // {SizesFault, ...}: without a fault, rows that are sent, rows that are expected, hash of the call
 };
 
 // Fault that the greeting of this rank for `peer` and that of `peer` for this rank show.
@@ -108,6 +111,7 @@ LLM_COMM_DEVICE SizesError compare_greetings(uint32_t rank, Line own, uint32_t p
   };
   if (own.word[0] != 0) return fault_of(rank, own);
   if (greeting.word[0] != 0) return fault_of(peer, greeting);
+  if (greeting.word[3] != own.word[3]) return {SizesFault::kOtherCall, peer, rank, 0, 0};
   if (greeting.word[1] != own.word[2]) return {SizesFault::kDisagree, peer, rank, greeting.word[1], own.word[2]};
   if (own.word[1] != greeting.word[2]) return {SizesFault::kDisagree, rank, peer, own.word[1], greeting.word[2]};
   return {SizesFault::kNone, 0, 0, 0, 0};

@@ -67,6 +67,7 @@ enum class SizesFault : uint32_t {
   kExpectsTooMany = 3,  // recv_sizes[peer] of `rank` is `rows`, above max_rows, which is `limit`
   kInputTooShort = 4,   // send_sizes of `rank` add up to `rows`, its input has `limit`
   kOutputTooShort = 5,  // recv_sizes of `rank` add up to `rows`, its output has `limit`
+  kOtherCall = 6,       // max_rows, the bytes of a row or the type of sizes differ between `rank` and `peer`
 };
 
 // Numbers of rows above kManyRows are given as kManyRows; so are negative ones.
