@@ -22,6 +22,7 @@ from llm_comm.operations import torch_operators
 from llm_comm.operations.all_reduce import AllReduce
 from llm_comm.operations.all_reduce_add_rms_norm import AllReduceAddRmsNorm
 from llm_comm.operations.all_reduce_ops import AllReduceOps
+from llm_comm.operations.all_to_all_v import AllToAllV
 from llm_comm.operations.experts import ExpertLayers, Experts
 from llm_comm.operations.gather_scatter import GatherScatter
 from llm_comm.operations.generic import GenericOperations
@@ -113,6 +114,7 @@ class Communicator(AllReduceOps, GatherScatter, LinearLayers, ExpertLayers, Expe
             lossy_gathers,
             scatters,
             AllToAll(*common, self.rank, why_none),
+            AllToAllV(*common, why_none),
             layers,
             Linear(*common, epilogue="silu_and_mul"),
             Linear(*common, epilogue="gelu_tanh_and_mul"),
@@ -362,6 +364,7 @@ class Communicator(AllReduceOps, GatherScatter, LinearLayers, ExpertLayers, Expe
         self._operations.lossy_all_gather.forget()
         self._operations.reduce_scatter.forget()
         self._operations.all_to_all.forget()
+        self._operations.all_to_all_v.forget()
         self._operations.linear.forget()
         self._operations.linear_silu_and_mul.forget()
         self._operations.linear_gelu_tanh_and_mul.forget()

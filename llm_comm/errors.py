@@ -49,7 +49,7 @@ class PeerTimeout(CommunicatorError, TimeoutError):
 
 class MismatchError(CommunicatorError):
     """Ranks made different calls, or passed different kinds of tensors. Detected on emulated devices, and with
-    ``Config.debug`` on GPUs."""
+    ``Config.debug`` on GPUs. Sizes of ``Communicator.all_to_all`` that disagree or do not fit are detected always."""
 
 
 class LaunchError(CommunicatorError):

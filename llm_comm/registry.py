@@ -113,6 +113,11 @@ class Operation(NamedTuple):
         """True if each rank has a shard of a tensor, with sizes given by the parameters (csrc/algorithms/shards.h)."""
         return self.parameters[:2] == ("rows", "size_0")
 
+    @property
+    def bounds_parts(self) -> bool:
+        """True if the count bounds parts whose sizes are in device memory (csrc/algorithms/all_to_all_v)."""
+        return self.parameters[:1] == ("row_bytes",)
+
     def takes_rows_of(self, elements: int) -> bool:
         """Return whether rows of ``elements`` elements are supported. An operation without rows supports 0 only."""
         if self.row_multiple == 0:

@@ -39,7 +39,7 @@ _BRANCH = re.compile(r"s_c?branch\w* (\.LBB\w+)")
 _REGISTERS = re.compile(r"\bv(?:(\d+)|\[(\d+):(\d+)\])")
 #: Kernels whose ranks exchange lines (line.cuh), by the names of algorithms.
 _LL = re.compile(
-    r"\d(all_reduce|all_gather|reduce_scatter|all_to_all|all_reduce_add_rms_norm|moe_dispatch|moe_combine)"
+    r"\d(all_reduce|all_gather|reduce_scatter|all_to_all(?:_v)?|all_reduce_add_rms_norm|moe_dispatch|moe_combine)"
     r"_(one|two)_shot(_pair|_by_lines)?I"
 )
 #: Kernels whose ranks exchange signals (hb_session.cuh).

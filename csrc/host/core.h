@@ -49,6 +49,17 @@ struct Call {
   std::vector<std::pair<std::string, std::string>> details;
 };
 
+// Sizes of parts that differ between two ranks, or do not fit (SizesError of wait.cuh, which defines the numbers).
+struct WrongSizes {
+  // "disagree", "sends too many", "expects too many", "input too short", "output too short" or "other
+  // call".
+  std::string fault;
+  int rank = 0;
+  int peer = 0;
+  uint32_t rows = 0;
+  uint32_t limit = 0;
+};
+
 // Reason for which a communicator has failed.
 struct OperationError {
   // One of:
@@ -60,6 +71,7 @@ struct OperationError {
   // - "not symmetric": a tensor of `peer` that other ranks were to access is not in symmetric memory.
   // - "other symmetric offset": a tensor of `peer` has another symmetric offset than that of rank 0; all must agree.
   // - "no channel": a kernel asked for a channel that does not exist.
+  // - "sizes": sizes of parts are wrong; `sizes` says which.
   // - "transport": a request of a port channel could not be executed; `text` says why.
   std::string cause;
   int rank;
@@ -70,6 +82,7 @@ struct OperationError {
   uint64_t bytes;
   std::vector<Call> calls;  // by rank
   std::string text;
+  WrongSizes sizes = {};
 };
 
 // Result of PreparedCall::run().

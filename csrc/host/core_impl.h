@@ -272,6 +272,11 @@ class CoreImpl final : public Core {
         error.calls.push_back(with_title(describe_in_full(comm_.mailbox->calls[rank]), comm_.mailbox->calls[rank]));
       }
     }
+    if (record.cause == static_cast<uint32_t>(ErrorCause::kSizes)) {
+      const SizesError& sizes = comm_.mailbox->sizes;
+      error.sizes = {fault_name(sizes.fault), static_cast<int>(sizes.rank), static_cast<int>(sizes.peer), sizes.rows,
+                     sizes.limit};
+    }
     return error;
   }
 

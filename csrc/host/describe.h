@@ -32,10 +32,32 @@ inline std::string cause_name(uint32_t cause) {
       return "other symmetric offset";
     case ErrorCause::kNoChannel:
       return "no channel";
+    case ErrorCause::kSizes:
+      return "sizes";
     case ErrorCause::kTimeout:
       break;
   }
   return "timeout";
+}
+
+inline std::string fault_name(SizesFault fault) {
+  switch (fault) {
+    case SizesFault::kDisagree:
+      return "disagree";
+    case SizesFault::kSendsTooMany:
+      return "sends too many";
+    case SizesFault::kExpectsTooMany:
+      return "expects too many";
+    case SizesFault::kInputTooShort:
+      return "input too short";
+    case SizesFault::kOutputTooShort:
+      return "output too short";
+    case SizesFault::kOtherCall:
+      return "other call";
+    case SizesFault::kNone:
+      break;
+  }
+  return "none";
 }
 
 inline Call describe(const CallSignature& call) {

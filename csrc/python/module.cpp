@@ -114,6 +114,12 @@ PYBIND11_MODULE(_core, module) {
       .def_readonly("number", &Call::number)
       .def_readonly("details", &Call::details);
 
+  py::class_<WrongSizes>(module, "WrongSizes")
+      .def_readonly("fault", &WrongSizes::fault)
+      .def_readonly("rank", &WrongSizes::rank)
+      .def_readonly("peer", &WrongSizes::peer)
+      .def_readonly("rows", &WrongSizes::rows)
+      .def_readonly("limit", &WrongSizes::limit);
   py::class_<OperationError>(module, "OperationError")
       .def_readonly("cause", &OperationError::cause)
       .def_readonly("rank", &OperationError::rank)
@@ -123,7 +129,8 @@ PYBIND11_MODULE(_core, module) {
       .def_readonly("sequence", &OperationError::sequence)
       .def_readonly("bytes", &OperationError::bytes)
       .def_readonly("calls", &OperationError::calls)
-      .def_readonly("text", &OperationError::text);
+      .def_readonly("text", &OperationError::text)
+      .def_readonly("sizes", &OperationError::sizes);
 
   py::class_<llm_comm::python::Loan>(module, "Loan").def("has_ended", &llm_comm::python::Loan::has_ended);
 

@@ -88,27 +88,47 @@ class GatherScatter:
             return self._dispatch(self._operations.reduce_scatter, x, dim, sizes, out)
         return self._reduce_scatter(x, dim, sizes, out)
 
-    def all_to_all(self, x: Any, out: Any = None) -> Any:
+    def all_to_all(
+        self,
+        x: Any,
+        send_sizes: Any = None,
+        recv_sizes: Any = None,
+        max_rows: int | None = None,
+        out: Any = None,
+    ) -> Any:
         """Send the part of ``x`` for each rank, and return the parts that the ranks have for this one, in rank order.
 
-        The parts are equal and along the first dimension, as in ``torch.distributed.all_to_all_single`` without sizes.
-        The bytes are copied without conversion. One hop by the algorithms of all-gather.
+        Parts are along the first dimension, in rank order and densely packed, as in
+        ``torch.distributed.all_to_all_single``. Without sizes they are equal. With sizes, kernels read them from device
+        memory: the host does not wait, and a replayed CUDA graph takes the sizes of that time. The bytes are copied
+        without conversion, in one hop.
 
         Args:
-            x: Contiguous tensor whose first dimension is a multiple of the number of ranks, of any dtype, on this
-                communicator's device; or an array with DLPack or ``__cuda_array_interface__``. Equal dtype and shape on
-                all ranks.
-            out: Output: contiguous, with the number of elements and the dtype of ``x``. It may be ``x``; any other
-                overlap is an error. None: a new tensor.
+            x: Contiguous tensor of any dtype, on this communicator's device; or an array with DLPack or
+                ``__cuda_array_interface__``. Equal dtype and shape on all ranks, unless ``max_rows`` is given: then the
+                first dimension may differ. Without sizes it must be a multiple of the number of ranks.
+            send_sizes: Rows for each rank: int64 or int32, contiguous, one number a rank, on the device. The sum must
+                not exceed the rows of ``x``.
+            recv_sizes: Rows from each rank, of the dtype of ``send_sizes``. It must equal what the ranks send.
+            max_rows: Most rows of any part on any rank, below 2^32 - 1. Equal on all ranks. It shapes the launch: a
+                tight bound is faster. None: the rows of ``x``.
+            out: Output: contiguous, of the dtype of ``x``. Without sizes: with the number of elements of ``x``. It may
+                be ``x``; any other overlap is an error. With sizes: rows like those of ``x``, as many as ``recv_sizes``
+                add up to or more, without overlap. Rows behind the last part keep their values. None: a new tensor.
 
         Returns:
-            ``out``, or a new tensor (array) of the shape of ``x``.
+            ``out``, or a new tensor (array) of the shape of ``x``. With sizes the new tensor has ``max_rows`` rows for
+            each rank; rows behind the last part are not initialised.
 
         Raises:
-            UnsupportedInputError: ``accepts_all_to_all(x)`` is false, or ``out`` does not fit. Ranks on several nodes
+            UnsupportedInputError: ``accepts_all_to_all`` is false, or ``out`` does not fit. Ranks on several nodes
                 decline every call.
+            MismatchError: On all ranks, by this or a later call: sizes of two ranks disagree, or sizes exceed
+                ``max_rows``, ``x`` or ``out``. The content of ``out`` is then unspecified.
             CommunicatorError: This or an earlier call has failed, see ``all_reduce``.
         """
+        if send_sizes is not None or recv_sizes is not None or max_rows is not None:
+            return self._exchange(x, send_sizes, recv_sizes, max_rows, out)
         if _is_compiling() or type(x) is not _Tensor or _is_watched():
             return self._dispatch(self._operations.all_to_all, x, 0, None, out)
         return self._all_to_all(x, 0, None, out)
@@ -135,8 +155,13 @@ class GatherScatter:
         result: torch.Tensor | None = self._reduce_scatter(x, dim, sizes, None, True)
         return result
 
-    def try_all_to_all(self, x: torch.Tensor) -> torch.Tensor | None:
-        """``all_to_all(x)`` if it is accepted, else None; see ``try_all_gather``."""
+    def try_all_to_all(
+        self, x: torch.Tensor, send_sizes: Any = None, recv_sizes: Any = None, max_rows: int | None = None
+    ) -> torch.Tensor | None:
+        """``all_to_all(x, send_sizes, recv_sizes, max_rows)`` if it is accepted, else None; see ``try_all_gather``."""
+        if send_sizes is not None or recv_sizes is not None or max_rows is not None:
+            is_accepted = self.accepts_all_to_all(x, send_sizes, recv_sizes, max_rows)
+            return self._exchange(x, send_sizes, recv_sizes, max_rows, None) if is_accepted else None
         if _is_compiling() or type(x) is not _Tensor or _is_watched():
             return self._try(self._operations.all_to_all, x, 0, None)
         result: torch.Tensor | None = self._all_to_all(x, 0, None, None, True)
@@ -160,6 +185,17 @@ class GatherScatter:
             return torch_operators.on_shards(operation, x, dim, sizes, out, self.name)
         return operation.run(x, dim, sizes, out)
 
+    def _exchange(self, x: Any, send_sizes: Any, recv_sizes: Any, max_rows: int | None, out: Any) -> Any:
+        """Implement ``all_to_all`` with sizes, for plain tensors and for what ``_dispatch`` handles."""
+        operation = self._operations.all_to_all_v
+        if not isinstance(x, _Tensor):
+            sizes = _as_sizes(send_sizes), _as_sizes(recv_sizes)
+            return arrays.call(lambda x, out: self._exchange(x, *sizes, max_rows, out), x, out)
+        are_wrapped = any(isinstance(one, _Tensor) and type(one) is not _Tensor for one in (x, send_sizes, recv_sizes))
+        if _is_compiling() or are_wrapped or _is_watched():
+            return torch_operators.on_parts(operation, x, send_sizes, recv_sizes, max_rows, out, self.name)
+        return operation.run(x, send_sizes, recv_sizes, max_rows, out)
+
     # ---- Queries ------------------------------------------------------------------------------------------------
 
     def accepts_all_gather(self, x: Any, dim: int = 0, sizes: Sizes | None = None, lossy: bool = False) -> bool:
@@ -179,9 +215,17 @@ class GatherScatter:
         """Return whether ``reduce_scatter(x, dim, sizes)`` is served, by the rules of ``accepts_all_gather``."""
         return _accepts(self._operations.reduce_scatter, x, dim, sizes)
 
-    def accepts_all_to_all(self, x: Any) -> bool:
-        """Return whether ``all_to_all(x)`` is served, by the rules of ``accepts_all_gather``."""
-        return _accepts(self._operations.all_to_all, x, 0, None)
+    def accepts_all_to_all(
+        self, x: Any, send_sizes: Any = None, recv_sizes: Any = None, max_rows: int | None = None
+    ) -> bool:
+        """Return whether ``all_to_all(x, send_sizes, recv_sizes, max_rows)`` is served, by the rules of
+        ``accepts_all_gather``. Values of sizes are not read; parts count as having ``max_rows`` rows."""
+        if send_sizes is None and recv_sizes is None and max_rows is None:
+            return _accepts(self._operations.all_to_all, x, 0, None)
+        operation = self._operations.all_to_all_v
+        tensor = x if isinstance(x, torch.Tensor) else arrays.as_tensor(x)
+        accepts = operation.accepts_traced if is_traced(tensor) else operation.accepts
+        return accepts(tensor, _as_sizes(send_sizes), _as_sizes(recv_sizes), max_rows)
 
     def plan_all_gather(self, x: Any, dim: int = 0, sizes: Sizes | None = None, lossy: bool = False) -> Plan:
         """Return the plan of ``all_gather(x, dim, sizes, lossy=lossy)``. The algorithm is ``"declined"`` for an input
@@ -196,9 +240,20 @@ class GatherScatter:
         """Return the plan of ``reduce_scatter(x, dim, sizes)``, see ``plan_all_gather``."""
         return self._operations.reduce_scatter.plan(arrays.as_tensor(x), dim, sizes)
 
-    def plan_all_to_all(self, x: Any) -> Plan:
-        """Return the plan of ``all_to_all(x)``, see ``plan_all_gather``."""
-        return self._operations.all_to_all.plan(arrays.as_tensor(x), 0, None)
+    def plan_all_to_all(
+        self, x: Any, send_sizes: Any = None, recv_sizes: Any = None, max_rows: int | None = None
+    ) -> Plan:
+        """Return the plan of ``all_to_all(x, send_sizes, recv_sizes, max_rows)``, see ``plan_all_gather``."""
+        tensor = arrays.as_tensor(x)
+        if send_sizes is None and recv_sizes is None and max_rows is None:
+            return self._operations.all_to_all.plan(tensor, 0, None)
+        sizes = _as_sizes(send_sizes), _as_sizes(recv_sizes)
+        return self._operations.all_to_all_v.plan(tensor, *sizes, max_rows)
+
+
+def _as_sizes(sizes: Any) -> Any:
+    """Return an array of sizes as a tensor. None and tensors stay as they are."""
+    return sizes if sizes is None or isinstance(sizes, torch.Tensor) else arrays.as_tensor(sizes)
 
 
 def _accepts(calls: ShardsOperation, x: Any, dim: int, sizes: Sizes | None) -> bool:

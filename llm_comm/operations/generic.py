@@ -19,6 +19,7 @@ from llm_comm.planning.tables import (
     ALL_GATHER,
     ALL_REDUCE,
     ALL_TO_ALL,
+    ALL_TO_ALL_V,
     FUSED,
     MOE_COMBINE,
     MOE_DISPATCH,
@@ -26,7 +27,14 @@ from llm_comm.planning.tables import (
 )
 from llm_comm.runtime.core_handle import CoreHandle
 
-_WITH_METHODS = (ALL_REDUCE, FUSED, ALL_GATHER, REDUCE_SCATTER, ALL_TO_ALL, MOE_DISPATCH, MOE_COMBINE)
+#: Methods of operations.
+_METHODS = {
+    **{
+        name: name
+        for name in (ALL_REDUCE, FUSED, ALL_GATHER, REDUCE_SCATTER, ALL_TO_ALL, MOE_DISPATCH, MOE_COMBINE)
+    },
+    ALL_TO_ALL_V: ALL_TO_ALL,
+}
 
 _Buffers = Mapping[str, "torch.Tensor | None"]
 _Parameters = Mapping[str, float]
@@ -66,9 +74,9 @@ class GenericOperations:
         found = self._operations.get(name)
         if found is not None:
             return found
-        if name in _WITH_METHODS:
-            raise UnsupportedInputError(f"{name} has a method of its own: call Communicator.{name}")
-        why = registry.why_not_known("operation", name, (n for n in registry.operations() if n not in _WITH_METHODS))
+        if name in _METHODS:
+            raise UnsupportedInputError(f"{name} has a method of its own: call Communicator.{_METHODS[name]}")
+        why = registry.why_not_known("operation", name, (n for n in registry.operations() if n not in _METHODS))
         if why:
             raise UnsupportedInputError(why)
         self._operations[name] = GenericOperation(name, *self._common)

@@ -35,7 +35,7 @@ _INTEGERS: tuple[type, ...] = (Integral, torch.SymInt)
 #: Largest accepted size along a dimension; larger than any memory.
 _MOST = 1 << 48
 #: Non-zero address for an empty tensor. No kernel accesses it, since the tensor has no element.
-_SPARE = 16
+SPARE = 16
 
 Sizes = Sequence[int]
 
@@ -260,7 +260,7 @@ class ShardsOperation(Operation):
         if isinstance(call, str):
             keep(self._reasons, key, call)
             return call
-        spare = 0 if shards.row_sizes[self.rank] else _SPARE
+        spare = 0 if shards.row_sizes[self.rank] else SPARE
         prepared = PreparedShards(
             *call,
             shards.shape,
@@ -361,6 +361,15 @@ def all_sizes(length: int, sizes: Sizes | None, world: int, takes_whole: bool) -
     return None if length % world != 0 else (length // world,) * world
 
 
+_QUANTIZED = frozenset({torch.qint8, torch.quint8, torch.qint32, torch.quint4x2, torch.quint2x4})
+
+
+def why_not_bytes(dtype: torch.dtype) -> str:
+    """Return why elements of a dtype cannot be moved as bytes, or ""."""
+    # The values of a quantized tensor depend on a scale that is not in its memory.
+    return f"{dtype} is quantized: pass x.int_repr()" if dtype in _QUANTIZED else ""
+
+
 class AllGather(ShardsOperation):
     """All-gather of one communicator."""
 
@@ -371,8 +380,7 @@ class AllGather(ShardsOperation):
         return "byte", dtype.itemsize
 
     def _why_not_type(self, dtype: torch.dtype) -> str:
-        # The values of a quantized tensor depend on a scale that is not in its memory.
-        return f"{dtype} is quantized: pass x.int_repr()" if dtype in _QUANTIZED else ""
+        return why_not_bytes(dtype)
 
 
 class LossyAllGather(AllGather):
@@ -389,9 +397,6 @@ class LossyAllGather(AllGather):
             if wire_of(problem, self._planner.config):
                 return data_type, 1
         return super()._core_type(shards, dtype)
-
-
-_QUANTIZED = frozenset({torch.qint8, torch.quint8, torch.qint32, torch.quint4x2, torch.quint2x4})
 
 
 class ReduceScatter(ShardsOperation):

@@ -28,6 +28,7 @@ from torch.fx.experimental.proxy_tensor import ProxyTorchDispatchMode
 from llm_comm.errors import UnsupportedInputError
 from llm_comm.operations.all_reduce import AllReduce
 from llm_comm.operations.all_reduce_add_rms_norm import AllReduceAddRmsNorm, check_quantization
+from llm_comm.operations.all_to_all_v import AllToAllV
 from llm_comm.operations.fp8 import BLOCKS, GROUPS, empty_normed, empty_scales, makes_scales
 from llm_comm.operations.linear import Linear
 from llm_comm.operations.linear_all_reduce import LinearAllReduce, LinearAllReduceAddRmsNorm
@@ -133,6 +134,7 @@ class Operations:
     lossy_all_gather: AllGather
     reduce_scatter: ReduceScatter
     all_to_all: AllToAll
+    all_to_all_v: AllToAllV
     linear: Linear
     linear_silu_and_mul: Linear
     linear_gelu_tanh_and_mul: Linear
@@ -240,6 +242,27 @@ def on_shards(
     operator = getattr(torch.ops.llm_comm, operation.operator)
     result: _Tensor = operator(x, dim, sizes, operation.rank, operation.world_size, communicator)
     return result if out is None else put(result, f"{name}: out", out)
+
+
+def on_parts(
+    operation: AllToAllV,
+    x: _Tensor,
+    send_sizes: Any,
+    recv_sizes: Any,
+    max_rows: int | None,
+    out: Any,
+    communicator: str,
+) -> Any:
+    """Run ``Communicator.all_to_all`` with sizes on the device through torch's dispatcher.
+
+    The operator returns a new tensor. It reads ``out`` for the rows behind the last part, which keep their values.
+    """
+    check_tensors("all_to_all", {"send_sizes": send_sizes, "recv_sizes": recv_sizes})
+    check_outputs("all_to_all", out=out)
+    operation.check_numbers(x, max_rows)
+    most = x.shape[0] if max_rows is None else max_rows
+    result = torch.ops.llm_comm.all_to_all_v(x, send_sizes, recv_sizes, most, out, operation.world_size, communicator)
+    return result if out is None else put(result, "all_to_all: out", out)
 
 
 def check_outputs(operation: str, **outputs: Any) -> None:
@@ -407,6 +430,43 @@ for _gather in ("all_gather", "lossy_all_gather"):
     _define_shards(_gather, lambda shard, sizes, _, world: shard * world if sizes is None else sum(sizes))
 _define_shards("reduce_scatter", lambda whole, sizes, rank, world: whole // world if sizes is None else sizes[rank])
 _define_shards("all_to_all", lambda whole, *_: whole)
+
+
+def _all_to_all_v(
+    x: _Tensor,
+    send_sizes: _Tensor,
+    recv_sizes: _Tensor,
+    max_rows: int,
+    out: _Tensor | None,
+    world_size: int,
+    communicator: str,
+    after: _After = None,
+) -> _Tensor:
+    operation = find(communicator).all_to_all_v
+    if world_size != operation.world_size:
+        raise UnsupportedInputError(f"all_to_all: the call is one of {world_size} ranks, not {operation.world_size}")
+    result: _Tensor = operation.run(x, send_sizes, recv_sizes, max_rows, None if out is None else out.clone())
+    return result
+
+
+def _all_to_all_v_fake(
+    x: _Tensor,
+    send_sizes: _Tensor,
+    recv_sizes: _Tensor,
+    max_rows: int,
+    out: _Tensor | None,
+    world_size: int,
+    *others: Any,
+) -> _Tensor:
+    return x.new_empty((world_size * max_rows, *x.shape[1:])) if out is None else torch.empty_like(out)
+
+
+define(
+    "all_to_all_v(Tensor x, Tensor send_sizes, Tensor recv_sizes, SymInt max_rows, Tensor? out, int world_size, "
+    f"str communicator, {OPERAND}) -> Tensor",
+    _all_to_all_v,
+    _all_to_all_v_fake,
+)
 define_norms(
     "all_reduce_add_rms_norm",
     "Tensor x, Tensor? residual, Tensor weight",

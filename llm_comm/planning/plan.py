@@ -16,7 +16,8 @@ class Problem:
 
     Attributes:
         operation: Name in the registry.
-        count: Number of elements of a rank's input. For operations on shards: of the largest one.
+        count: Number of elements of a rank's input. For operations on shards: of the largest one. For parts whose sizes
+            are on the device: of the largest possible one.
         row: Elements of a row, for an operation on rows; else 0.
         data_type: Name of the elements' type.
         world_size: Number of ranks.
@@ -38,8 +39,11 @@ class Problem:
 
     def whole_bytes(self) -> int:
         """Return the size in bytes that ``max_message_bytes`` limits: a rank's input; for operations on shards, the
-        whole tensor."""
-        if not registry.operations()[self.operation].has_shards:
+        whole tensor. Parts whose sizes are on the device count as the largest possible ones."""
+        operation = registry.operations()[self.operation]
+        if operation.bounds_parts:
+            return self.world_size * self.message_bytes()
+        if not operation.has_shards:
             return self.message_bytes()
         rows, *sizes = self.parameters
         return int(rows) * int(sum(sizes)) * registry.data_types()[self.data_type]

@@ -15,7 +15,18 @@ from llm_comm.options import MIB
 from llm_comm.planning import multicast as switch
 from llm_comm.planning.multicast import NO_MULTICAST, Multicast
 from llm_comm.planning.plan import Plan, Problem, without_kernel
-from llm_comm.planning.tables import ALL_REDUCE, FUSED, Row, TuningTable, of_symmetric, of_wire, row_of, row_of_fields
+from llm_comm.planning.tables import (
+    ALL_REDUCE,
+    ALL_TO_ALL,
+    ALL_TO_ALL_V,
+    FUSED,
+    Row,
+    TuningTable,
+    of_symmetric,
+    of_wire,
+    row_of,
+    row_of_fields,
+)
 
 _LARGEST_NUMBER = (1 << 32) - 1  # largest value of a field of ``TuningParameters``
 _LINE_BYTES = 16
@@ -284,7 +295,7 @@ def why_not_served(problem: Problem, table: TuningTable, config: Config) -> str:
     message_bytes = problem.whole_bytes() if is_whole else problem.message_bytes()
     if message_bytes > limit:
         what = "the whole tensor" if is_whole else "the largest shard"
-        of_shards = f"{what} has {message_bytes} bytes, " if operation.has_shards else ""
+        of_shards = f"{what} has {message_bytes} bytes, " if operation.has_shards or operation.bounds_parts else ""
         return f"{of_shards}more than max_message_bytes={limit}"
     if problem.operation == FUSED and not is_within(fused_sizes(table, config), message_bytes):
         if table.large_fused_bytes is not None and message_bytes >= table.large_fused_bytes:
@@ -339,7 +350,7 @@ def _choose(
                     row = row_of(tuple(r for r in rows if r.algorithm == config.algorithm), problem.message_bytes())
                     found = None if row is None else operation.find(row.algorithm, row.protocol)
     if found is not None and row is not None:
-        of_what = "bytes a rank" if operation.has_shards else "bytes"
+        of_what = "bytes a rank" if operation.has_shards or operation.bounds_parts else "bytes"
         reason = f"{table.name}, up to {row.up_to} {of_what}{remark}"
         return _with_few_blocks(_Chosen(found, _tuning(row, table), reason), algorithms, problem, config)
     for algorithm in algorithms:
@@ -387,8 +398,11 @@ def _rows_or_general(
 ) -> tuple[tuple[Row, ...], str]:
     """Return the usable rows of an operation, or general rows if there are none, and a remark for the plan's reason.
 
-    Rows whose algorithm is not permitted are dropped. The next row that covers the size then counts.
+    Rows whose algorithm is not permitted are dropped. The next row that covers the size then counts. ALL_TO_ALL_V has
+    the algorithms of ALL_TO_ALL and takes its rows, unless the table has others.
     """
+    if operation == ALL_TO_ALL_V and not table.rows.get(operation):
+        operation = ALL_TO_ALL
     rows = tuple(row for row in table.rows.get(operation, ()) if not why_not.get((row.algorithm, row.protocol)))
     if rows:
         return rows, ""

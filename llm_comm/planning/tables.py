@@ -17,6 +17,7 @@ FUSED = "all_reduce_add_rms_norm"
 ALL_GATHER = "all_gather"
 REDUCE_SCATTER = "reduce_scatter"
 ALL_TO_ALL = "all_to_all"
+ALL_TO_ALL_V = "all_to_all_v"
 MOE_DISPATCH = "moe_dispatch"
 MOE_COMBINE = "moe_combine"
 

@@ -14,6 +14,8 @@ from llm_comm.runtime.status import LIFE_S, PeerStatus, RankError
 _BYTE = "byte"
 #: Operation name that the core reports for a user kernel (``Communicator.channels``).
 _USER_KERNEL = "user kernel"
+#: Number of rows that the core reports for larger and negative ones (``kManyRows`` of wait.cuh).
+_MANY_ROWS = (1 << 32) - 1
 
 
 def explain(error: _core.OperationError, waited_s: float, names: RankNames) -> RankError:
@@ -78,6 +80,9 @@ def explain(error: _core.OperationError, waited_s: float, names: RankNames) -> R
             "needs it at the same place on all ranks. Pass the same tensor of Communicator.empty everywhere, or the "
             "same view of it. What the tensors of Communicator.empty hold now is not known."
         )
+    elif error.cause == "sizes":
+        kind, brief = MismatchError, f"sizes of parts are wrong, with {again}: {where}"
+        text = f"{_sizes_in_words(error.sizes, names)}: {where}. What out holds now is not known."
     elif error.cause == "no channel":
         failed_peer = rank  # the peer may be outside of the group
         kind, brief = LaunchError, f"asked for a channel that is not there: {where}"
@@ -96,6 +101,22 @@ def explain(error: _core.OperationError, waited_s: float, names: RankNames) -> R
             text = f"the process of {peer} has exited, and a {where} waits for it."
     text = f"{this}: {text} This communicator can no longer be used."
     return RankError(kind.__name__, text, brief, rank, failed_peer)
+
+
+def _sizes_in_words(sizes: _core.WrongSizes, names: RankNames) -> str:
+    """Describe sizes of parts that differ between two ranks, or do not fit."""
+    rank, peer = names.full(sizes.rank), names.number(sizes.peer)
+    rows = "a negative or very large number of" if sizes.rows == _MANY_ROWS else str(sizes.rows)
+    if sizes.fault == "disagree":
+        return f"{rank} sends {rows} rows to {names.full(sizes.peer)}, which expects {sizes.limit}"
+    if sizes.fault == "sends too many":
+        return f"send_sizes[{peer}] of {rank} is {rows} rows, and max_rows is {sizes.limit}"
+    if sizes.fault == "expects too many":
+        return f"recv_sizes[{peer}] of {rank} is {rows} rows, and max_rows is {sizes.limit}"
+    if sizes.fault == "other call":
+        return f"max_rows, the bytes of a row or the dtype of sizes differ between {rank} and {names.full(sizes.peer)}"
+    argument, tensor = ("send_sizes", "x") if sizes.fault == "input too short" else ("recv_sizes", "out")
+    return f"{argument} of {rank} add up to {rows} rows, and {tensor} has {sizes.limit}"
 
 
 def describe_ranks(statuses: Sequence[PeerStatus], names: RankNames) -> str:

@@ -38,11 +38,11 @@ class AnyCall final : public Call {
         const uint64_t count = elements(buffer, rank);
         tensors_[buffer].emplace_back(type, count, random);
         if (info.is_output) continue;
-        fill(tensors_[buffer].back(), type, count, random);
+        tensors_[buffer].back().fill(random);
       }
       if (rounds_ == 1) continue;
       first_input_.emplace_back(type, elements(0, rank), random);
-      fill(first_input_.back(), type, elements(0, rank), random);
+      first_input_.back().fill(random);
       first_result_[rank].resize(divide_up(tensors_[first_output()][rank].bytes_with_guard(), sizeof(Line)));
     }
     for (uint32_t rank = 0; rank < ranks; ++rank) {
@@ -135,16 +135,6 @@ class AnyCall final : public Call {
     uint32_t buffer = 0;
     while (!Operation::kInfo.buffers[buffer].is_output) ++buffer;
     return buffer;
-  }
-
-  static void fill(Tensor& tensor, DataType type, uint64_t count, Random& random) {
-    for (uint64_t i = 0; i < count; ++i) tensor.set(i, draw_value(type, random));
-    // Bytes hardly ever make up the words that algorithms treat in a way of their own.
-    for (uint64_t i = 0; type == DataType::kByte && i + 4 <= count; i += 4) {
-      if (!random.chance(48)) continue;
-      const uint32_t word = random.pick({kSentinel, kSentinel - 1});
-      for (uint32_t byte = 0; byte < 4; ++byte) tensor.set(i + byte, word >> 8 * byte & 0xFF);
-    }
   }
 
   // A grid that reads the result before the next round, as a user's kernel would. By a few threads, some of which come

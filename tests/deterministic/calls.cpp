@@ -12,6 +12,7 @@
 #include "linear_call.h"
 #include "message_call.h"
 #include "moe_call.h"
+#include "sized_call.h"
 #include "tilings.h"
 
 namespace drill {
@@ -48,6 +49,8 @@ std::unique_ptr<Call> draw_call_of(const Subject& subject, uint32_t ranks, Rando
       call = std::make_unique<DispatchCall>(algorithm, type, ranks, random);
     } else if constexpr (std::is_same_v<typename A::Operation, MoeCombine>) {
       call = std::make_unique<CombineCall>(algorithm, type, ranks, random);
+    } else if constexpr (std::is_same_v<typename A::Operation, AllToAllV>) {
+      call = std::make_unique<SizedCall>(algorithm, ranks, random);
     } else {
       call = std::make_unique<AnyCall<A>>(algorithm, type, ranks, random);
     }

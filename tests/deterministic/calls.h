@@ -25,6 +25,8 @@ class Call {
   virtual std::string wrong(uint32_t rank) const = 0;
   // Where the rank's operations had ended before this call began: "" or what it has written nevertheless.
   virtual std::string touched(uint32_t) const { return ""; }
+  // Whether its arguments are wrong in a way that the rank has to find out: it ends with an error "sizes".
+  virtual bool must_fail(uint32_t) const { return false; }
   // How many numbers of operations it takes.
   virtual uint64_t operations() const = 0;
   virtual std::string name() const = 0;

@@ -43,6 +43,7 @@ class Tensor {
     std::memcpy(place, first(), count_ * bytes());
     place_ = place;
   }
+  uint64_t bytes_in_all() const { return count_ * bytes(); }
   uint64_t bytes_with_guard() const { return count_ * bytes() + sizeof(Line); }
 
   uint64_t address() const { return reinterpret_cast<uint64_t>(first()); }
@@ -52,6 +53,17 @@ class Tensor {
     return value;
   }
   void set(uint64_t i, uint32_t value) { std::memcpy(bytes_.data() + offset_ + i * bytes(), &value, bytes()); }
+
+  // Draws all elements.
+  void fill(Random& random) {
+    for (uint64_t i = 0; i < count_; ++i) set(i, draw_value(type_, random));
+    // Bytes hardly ever make up the words that algorithms treat in a way of their own.
+    for (uint64_t i = 0; type_ == DataType::kByte && i + 4 <= count_; i += 4) {
+      if (!random.chance(48)) continue;
+      const uint32_t word = random.pick({kSentinel, kSentinel - 1});
+      for (uint32_t byte = 0; byte < 4; ++byte) set(i + byte, word >> 8 * byte & 0xFF);
+    }
+  }
 
   void scribble() { std::fill(bytes_.begin(), bytes_.end(), kUntouched); }
 

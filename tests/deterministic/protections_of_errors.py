@@ -26,7 +26,7 @@ from protection import (
 #: What all waits and comparisons of calls do, which are the same code. All-reduces by LL, fused ones and the toy show
 #: it in minutes; schedules of the others would take as long again for each.
 ALIKE = {
-    r"(all_gather|reduce_scatter|all_to_all)/.*|.*_hb|.*port|.*_ce|.*_switch|.*ld_reduce": (
+    r"(all_gather|reduce_scatter|all_to_all|all_to_all_v)/.*|.*_hb|.*port|.*_ce|.*_switch|.*ld_reduce": (
         "waits and comparisons are those of all-reduces by LL"
     )
 }
@@ -119,6 +119,19 @@ OF_ERRORS = (
         budget=20_000,
         failure=TOO_LATE,
         exempt=ALIKE,
+    ),
+    Protection(
+        "greetings_before_failure",
+        "a rank whose sizes are wrong fails only after it has greeted all ranks, which wait for that",
+        (
+            Edit(
+                "csrc/algorithms/all_to_all_v/one_shot.cuh",
+                "block_sync();  // a thread that fails",
+                "if (!WITHOUT) block_sync();  // a thread that fails",
+            ),
+        ),
+        budget=20_000,
+        failure=NOBODY_IS_MISSING,
     ),
     # ---- Who is to blame ----
     Protection(

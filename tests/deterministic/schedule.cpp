@@ -197,6 +197,45 @@ std::string check_all_right(World& world, const std::vector<std::unique_ptr<Call
   return "";
 }
 
+// The first call whose sizes are wrong, or nullptr. `only`: so that this rank has to find out.
+const Call* find_wrong_sizes(const World& world, const std::vector<std::unique_ptr<Call>>& calls,
+                             std::optional<uint32_t> only = std::nullopt) {
+  for (const auto& call : calls) {
+    for (uint32_t rank = 0; rank < world.ranks(); ++rank) {
+      if ((!only || rank == *only) && call->must_fail(rank)) return call.get();
+    }
+  }
+  return nullptr;
+}
+
+// Ranks that must find out that sizes are wrong have that error, and stored nothing behind it. The others may end in
+// time, or wait for one that has failed.
+std::string check_wrong_sizes(World& world, const std::vector<std::unique_ptr<Call>>& calls, const Call& wrong) {
+  for (uint32_t rank = 0; rank < world.ranks(); ++rank) {
+    const std::string who = "rank " + std::to_string(rank) + ": ";
+    const auto error = world.core(rank).error();
+    const bool must_fail = wrong.must_fail(rank);
+    if (!error) {
+      if (must_fail) return who + "sizes in " + wrong.name() + " are wrong, and it has no error";
+      const std::string result = wrong_result(calls, rank);
+      if (!result.empty()) return "without an error on " + result;
+      continue;
+    }
+    const auto named = static_cast<uint32_t>(error->peer);
+    // A rank that has not failed in this call may do so in a later one.
+    const bool is_right = must_fail ? error->cause == "sizes" && wrong.must_fail(named)
+                                    : world.core(named).error() && (error->cause == "timeout" ||
+                                                                    find_wrong_sizes(world, calls, rank) != nullptr);
+    if (!is_right) return who + describe(*error);
+    const uint64_t ended = world.operations_before(error->sequence);
+    const std::string result = wrong_result(calls, rank, ended);
+    if (!result.empty()) return "before the error of " + result;
+    const std::string written = written_after_the_end(calls, rank, ended);
+    if (!written.empty()) return "behind the error of " + written;
+  }
+  return "";
+}
+
 // How long ranks may go on after one has stopped. After a death, until a wait for it has expired (17 sixteenths of
 // kTimeoutNs with the time for notes): nobody begins another one then. One that comes too late finds notes of the
 // others, if they failed, and waits for nobody. The rest is for what they do before they wait. Nothing expires where
@@ -320,6 +359,8 @@ struct Script {
 
 std::string failure(Run& run, const emulator::Machine& machine, const std::optional<Mishap>& mishap) {
   if (run.ending != Ending::kDone) return schedules::describe(run.ending, machine);
+  const Call* const wrong = find_wrong_sizes(run.world, run.calls);
+  if (wrong != nullptr) return check_wrong_sizes(run.world, run.calls, *wrong);
   return mishap ? check_mishap(run.world, run.calls, *mishap) : check_all_right(run.world, run.calls);
 }
 
@@ -347,7 +388,8 @@ Result run_schedule(emulator::Machine& machine, uint64_t seed, const Options& op
   result.description = std::to_string(chosen.ranks) + " ranks";
   std::unique_ptr<Run> run = script.run(machine, parameters, std::nullopt);
   result.failure = failure(*run, machine, std::nullopt);
-  if (result.failure.empty() && random.chance(options.mishaps ? 256 : 24)) {
+  const bool is_right = find_wrong_sizes(run->world, run->calls) == nullptr;
+  if (result.failure.empty() && random.chance(options.mishaps ? 256 : 24) && is_right) {
     const Mishap mishap = draw_mishap(chosen.ranks, machine, random, parameters);
     result.description += ", rank " + std::to_string(mishap.rank) +
                           (mishap.seen_after    ? " exits"

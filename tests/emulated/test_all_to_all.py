@@ -85,7 +85,7 @@ def exchange_unaligned() -> None:
                     part = (49 + 7 * (step % 2),)
                     x, _ = placed(sent(comm, rank, part, dtype, step), (step + 3 * rank) % 16)
                     out, buffer = placed(torch.zeros_like(x), (3 * step + rank) % 16)
-                    assert comm.all_to_all(x, out) is out
+                    assert comm.all_to_all(x, out=out) is out
                     assert_same_bits(out, expected(comm, part, dtype, step), what)
                     assert_untouched_outside(buffer, out, what)
 
@@ -102,7 +102,7 @@ def exchange_in_place() -> None:
                 for dtype in (torch.bool, torch.int16, torch.float32):
                     what = f"{algorithm}, {part} of {dtype}"
                     x, buffer = placed(sent(comm, comm.rank, part, dtype, seed), offset)
-                    assert comm.all_to_all(x, x) is x
+                    assert comm.all_to_all(x, out=x) is x
                     assert_same_bits(x, expected(comm, part, dtype, seed), what)
                     assert_untouched_outside(buffer, x, what)
 
@@ -120,7 +120,7 @@ def exchange_in_launches() -> None:
         assert comm.plan_all_to_all(x).chunks > 1
         assert_same_bits(comm.all_to_all(x), expected(comm, part, torch.int16, 9), "in launches")
         x, buffer = placed(x, 5)
-        assert_same_bits(comm.all_to_all(x, x), expected(comm, part, torch.int16, 9), "in launches, in place")
+        assert_same_bits(comm.all_to_all(x, out=x), expected(comm, part, torch.int16, 9), "in launches, in place")
         assert_untouched_outside(buffer, x, "in launches, in place")
 
 
@@ -151,7 +151,7 @@ def exchange_arrays() -> None:
         assert_same_bits(torch.from_numpy(result), wanted, "a new array")
         assert_same_bits(torch.from_numpy(comm.try_all_to_all(x)), wanted, "a new array, if it is accepted")
         out = np.zeros_like(x)
-        assert comm.all_to_all(x, out) is out
+        assert comm.all_to_all(x, out=out) is out
         assert_same_bits(torch.from_numpy(out), wanted, "an array as out")
 
 
@@ -188,14 +188,14 @@ def refuse() -> None:
             (torch.ones(6, requires_grad=True), None, "requires grad"),
         ):
             with pytest.raises(UnsupportedInputError, match="all_to_all: ") as caught:
-                comm.all_to_all(x, out)
+                comm.all_to_all(x, out=out)
             assert words in str(caught.value), str(caught.value)
             if out is None:
                 assert comm.try_all_to_all(x) is None
                 assert not comm.accepts_all_to_all(x)
         memory = torch.ones(18)
         with pytest.raises(UnsupportedInputError, match="overlap"):
-            comm.all_to_all(memory[:9], memory[3:12])
+            comm.all_to_all(memory[:9], out=memory[3:12])
         with pytest.raises(UnsupportedInputError, match=r"call Communicator\.all_to_all"):
             comm.run("all_to_all", {"input": memory[:9], "output": memory[9:]})
         # Nothing is left over.
@@ -211,7 +211,7 @@ def exchange_nothing() -> None:
         assert comm.all_to_all(torch.ones(0, 4)).shape == (0, 4)
         assert comm.plan_all_to_all(torch.ones(0, 4)).algorithm == "none"
         with pytest.raises(UnsupportedInputError, match="like the result"):
-            comm.all_to_all(torch.ones(comm.world_size, 0), torch.ones(1))
+            comm.all_to_all(torch.ones(comm.world_size, 0), out=torch.ones(1))
 
 
 def exchange_alone() -> None:

@@ -84,6 +84,8 @@ def cases(world: int) -> list[Case]:
     tokens = {"x": rows(), "topk_ids": none[:ROWS], "topk_weights": torch.ones(ROWS, 1)}
     made = {"y": ones(world * ROWS, FEATURES), "ids": none, "topk_ids": none[:ROWS]}
     of_experts = {"num_experts": world}
+    sized = {"x": rows(), **{name: torch.full((world,), ROWS // world) for name in ("send_sizes", "recv_sizes")}}
+    part = {"max_rows": ROWS // world}  # all rows of a result are written
     written = {"out": rows(), "residual_out": rows()}
     scaled = {"x": rows(dtype=FP8), "linear_weight": ones(64, FEATURES, dtype=FP8), "bias": ones(64)}
     scaled |= {"x_scale": torch.ones(1), "weight_scale": torch.ones(1)}
@@ -98,6 +100,8 @@ def cases(world: int) -> list[Case]:
         Case("try_reduce_scatter", {"x": ones(world * ROWS, FEATURES)}),
         Case("all_to_all", {"x": ones(world * ROWS, FEATURES), "out": ones(world * ROWS, FEATURES)}, out, same),
         Case("try_all_to_all", {"x": ones(world * ROWS, FEATURES)}),
+        Case("all_to_all", {**sized, "out": rows()}, out, options=part),
+        Case("try_all_to_all", sized, options=part),
         Case("linear", {**layer, "out": rows(64)}, out),
         Case("batch_invariant_linear", {**layer, "out": rows(64)}, out),
         Case("linear_silu_and_mul", {**gate_up, "out": rows(64)}, out),
@@ -433,6 +437,7 @@ def check_operators() -> None:
                 "dim": 0,
                 "rank": 0,
                 "world_size": 2,
+                "max_rows": 2,
                 "quantize": "group",
             }
             given = [

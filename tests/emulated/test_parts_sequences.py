@@ -48,7 +48,7 @@ def exchange_once(comm: Communicator, draw: random.Random, number: int) -> None:
     dtype, part = draw.choice(ANY_DTYPES), draw.randrange(draw.choice(MOST) // comm.world_size)
     sent = [drawn_bits((comm.world_size, part), dtype, number + 1000 * rank) for rank in range(comm.world_size)]
     expected = torch.stack([of_rank[comm.rank] for of_rank in sent])
-    result = comm.all_to_all(sent[comm.rank], draw.choice([None, torch.empty_like(expected)]))
+    result = comm.all_to_all(sent[comm.rank], out=draw.choice([None, torch.empty_like(expected)]))
     assert_same_bits(result, expected, f"call {number}, all_to_all of {part} {dtype}")
 
 

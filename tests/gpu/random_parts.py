@@ -24,19 +24,20 @@ from pathlib import Path
 import torch
 from common import GraphPool, Recording, Session, add_seconds, parser, report, run, session
 from values import Inputs, Values, bits, differs, draw_values, rank_order_sum
-from verdicts import Guarded, Verdicts, Where, weights_of
+from verdicts import POISON, Guarded, Verdicts, Where, weights_of
 
 from llm_comm import Communicator, Config
 from llm_comm.bench.wire_reference import FORMAT_OF_WIRE, quantized_all_reduce, quantized_shard
 
 SETTLE_EVERY = 50
 MOST_FAILURES = 10
-KINDS = ("all_gather", "reduce_scatter", "all_to_all", "symmetric")
+KINDS = ("all_gather", "reduce_scatter", "all_to_all", "all_to_all_v", "symmetric")
 #: By kind: the algorithms that are forced. "auto" goes by the table below.
 ALGORITHMS = {
     "all_gather": ("one_shot", "push_hb", "push_fp8_hb", "port", "auto"),
     "reduce_scatter": ("one_shot", "push_hb", "push_fp8_hb", "auto"),
     "all_to_all": ("one_shot", "push_hb", "auto"),
+    "all_to_all_v": ("one_shot", "push_hb", "auto"),
     "symmetric": ("direct_push_hb", "direct_port", "direct_ce", "two_shot_pull_hb", "two_shot_port", "two_shot_ce"),
 }
 #: Quantizes what it sends.
@@ -98,6 +99,10 @@ class Case:
     def whole(self) -> int:
         return self.rows * sum(self.sizes) * self.inner
 
+    @property
+    def exchanges(self) -> bool:
+        return self.kind in ("all_to_all", "all_to_all_v")
+
     def part_of(self, whole: torch.Tensor, rank: int) -> torch.Tensor:
         shaped = whole.view(self.rows, sum(self.sizes), self.inner)
         return shaped.narrow(1, sum(self.sizes[:rank]), self.sizes[rank]).flatten()
@@ -119,10 +124,11 @@ def draw_case(number: int, kind: str, options: argparse.Namespace, world: int) -
     offsets = (rng.choice((0, 0, rng.randrange(8))), rng.choice((0, 0, rng.randrange(8))))
     if kind == "symmetric":  # whole lines in one piece, from a boundary of them
         rows, inner, offsets = 1, 8, (0, 0)
-    if kind == "all_to_all":
+    exchanges = kind in ("all_to_all", "all_to_all_v")
+    if exchanges:
         rows = 1
     longest = max(1, most // (rows * inner * world))
-    even = rng.random() < 0.5 or kind == "all_to_all"
+    even = rng.random() < 0.5 or exchanges
     sizes = tuple(longest if even else rng.choice((0, 1, rng.randint(0, longest), longest)) for _ in range(world))
     if sum(sizes) == 0:
         sizes = (1,) * world
@@ -165,9 +171,11 @@ class Runner:
         part = case.rows * case.sizes[rank] * case.inner
         source = self._buffer(case, part if case.gathers else case.whole, 0)
         target = self._buffer(case, part if case.kind == "reduce_scatter" else case.whole, 1)
+        size_dtype = (torch.int64, torch.int32)[case.number % 2]
+        sizes = [torch.zeros(comm.world_size, dtype=size_dtype, device=self._ranks.device) for _ in range(2)]
 
         def call() -> torch.Tensor:
-            return self._call(comm, case, source.data, target.data)
+            return self._call(comm, case, source.data, target.data, sizes)
 
         recording = Recording(call, self._ranks.device, self._pool.handle) if case.replays else None
         for replay in range(max(1, case.replays)):
@@ -178,22 +186,27 @@ class Runner:
             source.poison()
             target.poison()
             source.data.copy_(given)
+            matrix = self._sizes(case, replay)
+            for kept, new in zip(sizes, (matrix[rank], [of_sender[rank] for of_sender in matrix]), strict=True):
+                kept.copy_(torch.tensor(new))
             result = call() if recording is None else recording.replay()
             if case.algorithm in BY_PROXY:
                 self._ranks.synchronize()
-            expected = self._expected(case, rows)
+            expected = self._expected(case, rows, matrix)
             where = Where(case.number, f"{case.kind}, replay {replay}", case, case.algorithm)
-            is_exact = (case.gathers or case.kind == "all_to_all") and case.algorithm != QUANTIZED
+            is_exact = (case.gathers or case.exchanges) and case.algorithm != QUANTIZED
             wrong = (bits(result.flatten()) != bits(expected)) if is_exact else differs(result.flatten(), expected)
             changed = (bits(source.data) != bits(given)).sum()
             nothing = torch.zeros((), dtype=torch.int64, device=result.device)
             digest = nothing
-            if case.kind not in ("reduce_scatter", "all_to_all"):  # the ranks have parts of their own
+            if case.kind != "reduce_scatter" and not case.exchanges:  # the ranks have parts of their own
                 digest = (bits(result.flatten()).to(torch.int64) * self._weights[: len(expected)]).sum()
             self.verdicts.add(where, [wrong.sum(), nothing, source.damage() + target.damage(), changed], digest)
         self.calls[case.algorithm, "graph" if case.replays else "eager"] += 1
 
-    def _call(self, comm: Communicator, case: Case, x: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
+    def _call(
+        self, comm: Communicator, case: Case, x: torch.Tensor, out: torch.Tensor, sizes: list[torch.Tensor]
+    ) -> torch.Tensor:
         own, everything = case.sizes[self._ranks.rank], sum(case.sizes)
         part, whole = (case.rows, own, case.inner), (case.rows, everything, case.inner)
         if case.gathers:
@@ -201,7 +214,9 @@ class Runner:
         elif case.kind == "reduce_scatter":
             result = comm.reduce_scatter(x.view(whole), 1, case.sizes, out.view(part))
         elif case.kind == "all_to_all":
-            result = comm.all_to_all(x.view(whole[1:]), out.view(whole[1:]))
+            result = comm.all_to_all(x.view(whole[1:]), out=out.view(whole[1:]))
+        elif case.kind == "all_to_all_v":
+            result = comm.all_to_all(x.view(whole[1:]), *sizes, case.sizes[0], out.view(whole[1:]))
         else:
             result = comm.all_reduce(x, out)
         assert isinstance(result, torch.Tensor)
@@ -227,7 +242,22 @@ class Runner:
         seed = random.Random(f"{self._seed}/{case.kind}/{case.number}/{replay}").getrandbits(62)
         return self._inputs.rows(case.values, case.whole, case.dtype, seed)
 
-    def _expected(self, case: Case, rows: torch.Tensor) -> torch.Tensor:
+    def _sizes(self, case: Case, replay: int) -> list[list[int]]:
+        """Sizes of parts on the device, by sender and receiver."""
+        rng = random.Random(f"{self._seed}/sizes/{case.number}/{replay}")
+        longest = case.sizes[0]
+        return [[rng.choice((0, 1, longest, rng.randint(0, longest))) for _ in case.sizes] for _ in case.sizes]
+
+    def _expected(self, case: Case, rows: torch.Tensor, matrix: list[list[int]]) -> torch.Tensor:
+        if case.kind == "all_to_all_v":
+            own, parts = self._ranks.rank, []
+            for sizes, row in zip(matrix, rows, strict=True):
+                parts.append(row.view(-1, case.inner).narrow(0, sum(sizes[:own]), sizes[own]).flatten())
+            expected = torch.full((case.whole * case.dtype.itemsize,), POISON, dtype=torch.uint8, device=rows.device)
+            expected = expected.view(case.dtype)
+            received = torch.cat(parts)
+            expected[: len(received)] = received
+            return expected
         if case.kind == "all_to_all":
             return torch.cat([case.part_of(row, self._ranks.rank) for row in rows])
         if not case.gathers:

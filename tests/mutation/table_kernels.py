@@ -32,6 +32,7 @@ TWO_SHOT_FP8_ROWS = "csrc/algorithms/all_reduce_add_rms_norm/two_shot_fp8_hb.cuh
 STEP_PIPELINE = "csrc/algorithms/step_pipeline.cuh"
 TWO_SHOT_QUANTIZED = "csrc/algorithms/all_reduce/two_shot_quantized_hb.cuh"
 
+PARTS = "csrc/algorithms/all_to_all_v/operation.cuh"
 DIRECT = "csrc/algorithms/direct.cuh"
 TWO_SHOT_CE = "csrc/algorithms/all_reduce/two_shot_ce.cuh"
 DIRECT_CE = "csrc/algorithms/all_gather/direct_ce.cuh"
@@ -55,8 +56,34 @@ LINEAR_BLOCKS = "tests/emulated/test_linear_blocks.py"
 LINEAR_BIAS = "tests/emulated/test_linear_bias.py"
 MANY_TOKENS = "tests/emulated/test_linear.py"
 WIRE = "tests/emulated/test_wire.py"
+PARTS_OF_SCHEDULES = "driver --cases 200 --alone --algorithm all_to_all_v/one_shot"
+WRONG_SIZES = "tests/emulated/test_all_to_all_v.py -k"
 
 KERNELS = (
+    # ---- Parts whose sizes are on the device ----
+    cpp("a part begins behind itself", PARTS, "rank < peer", "rank <= peer", PARTS_OF_SCHEDULES),
+    cpp("all sizes are read as int64", PARTS, "args.has_int32 != 0", "false", PARTS_OF_SCHEDULES),
+    cpp(
+        "a part may be larger than max_rows",
+        PARTS,
+        "rows <= args.max_rows || is_too_large",
+        "true",
+        f"{WRONG_SIZES} sends",
+    ),
+    cpp(
+        "parts may be longer than the tensor",
+        PARTS,
+        "rows_of_all > parts.rows",
+        "false",
+        f"{WRONG_SIZES} input",
+    ),
+    cpp(
+        "sizes that disagree are taken as they are",
+        PARTS,
+        "if (greeting.word[1] != own.word[2]) return",
+        "if (WITHOUT) return {SizesFault::kNone, 0, 0, 0, 0};\nif (greeting.word[1] != own.word[2]) return",
+        f"{WRONG_SIZES} empty",
+    ),
     # ---- Quantized values ----
     cpp(
         "an infinity spoils the values of its block",

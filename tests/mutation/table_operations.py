@@ -14,6 +14,7 @@ PROGRAMS = "llm_comm/dsl/compiled.py"
 OPERATORS = "llm_comm/operations/torch_operators.py"
 QUANTIZATION = "llm_comm/operations/fp8.py"
 SHARDS = "llm_comm/operations/shards.py"
+PARTS = "llm_comm/operations/all_to_all_v.py"
 COMMUNICATOR = "llm_comm/communicator.py"
 ARRAYS = "llm_comm/arrays.py"
 
@@ -25,6 +26,7 @@ DECLINED = "tests/emulated/test_fused.py -k test_declined_input"
 INPUTS = "tests/emulated/test_inputs.py"
 OF_ARRAYS = "tests/unit/test_outputs_of_arrays.py"
 KEPT = "tests/unit/test_operation.py"
+OF_PARTS = "tests/emulated/test_all_to_all_v.py -k"
 GENERIC_CALLS = "tests/emulated/test_generic.py -k test_parameters_and_rows"
 
 
@@ -42,6 +44,28 @@ def without(part: str, name: str) -> Mutant:
 
 
 OPERATIONS: tuple[Mutant, ...] = (
+    # ---- Parts whose sizes are on the device ----
+    python(
+        "out ends where x would",
+        PARTS,
+        "output_begin + result.nbytes,",
+        "output_begin + x.nbytes,",
+        f"{OF_PARTS} output",
+    ),
+    python(
+        "a call with sizes of int32 is kept for int64",
+        PARTS,
+        "key = (x.shape, x.dtype, send_sizes.dtype, max_rows)",
+        "key = (x.shape, x.dtype, max_rows)",
+        f"{OF_PARTS} sizes_of_another_type",
+    ),
+    python(
+        "queries of a compiler forget that the option bounds all parts together",
+        PARTS,
+        "nbytes *= self.world_size",
+        "pass",
+        f"{OF_PARTS} choice",
+    ),
     # ---- Lossy all-gathers ----
     python(
         "lossy all-gathers of any size are quantized",

@@ -75,16 +75,18 @@ def test_one_shot_up_to_4_mib() -> None:
 def any_problem(algorithm: registry.Algorithm, elements: int, world: int = 2) -> _core.Problem:
     """So many elements, in rows of 1024 where an operation works by rows, or in a part of one row on each rank. Tokens
     with experts are 128 at most."""
-    parameters: tuple[float, ...] = (1, *[elements] * world)
     is_routed = algorithm.operation in (MOE_DISPATCH, MOE_COMBINE)
-    has_rows = registry.operations()[algorithm.operation].row_multiple != 0
-    if has_rows:
+    operation = registry.operations()[algorithm.operation]
+    parameters: tuple[float, ...] = ()
+    if operation.row_multiple != 0:
         parameters = (4 * world, 8) if is_routed else (1e-5, 0)
-    elif not registry.operations()[algorithm.operation].has_shards:
-        parameters = ()
+    elif operation.has_shards:
+        parameters = (1, *[elements] * world)
+    elif operation.bounds_parts:
+        parameters = (16, 0)
     return _core.Problem(
         count=min(elements, 128 * 1024) if is_routed else elements,
-        row=1024 if has_rows else 0,
+        row=1024 if operation.row_multiple != 0 else 0,
         data_type=tuple(registry.data_types()).index(algorithm.data_types[0]),
         world_size=world,
         parameters=parameters,

@@ -14,6 +14,7 @@ from llm_comm.planning.tables import (
     ALL_GATHER,
     ALL_REDUCE,
     ALL_TO_ALL,
+    ALL_TO_ALL_V,
     FUSED,
     MOE_COMBINE,
     MOE_DISPATCH,
@@ -23,6 +24,7 @@ from llm_comm.planning.tables import (
 
 CONFIG = Config.load({}, max_message_bytes=1 << 40)
 TABLES = shipped_tables()
+OPERATIONS = (ALL_REDUCE, FUSED, ALL_GATHER, REDUCE_SCATTER, ALL_TO_ALL, ALL_TO_ALL_V)
 
 
 def problem_of(operation: str, nbytes: int, world: int) -> Problem:
@@ -31,6 +33,8 @@ def problem_of(operation: str, nbytes: int, world: int) -> Problem:
         return Problem(FUSED, nbytes // 2, 8192, "bf16", world, (1e-5, 0))
     if operation == ALL_REDUCE:
         return Problem(ALL_REDUCE, nbytes // 2, 0, "bf16", world)
+    if operation == ALL_TO_ALL_V:
+        return Problem(ALL_TO_ALL_V, nbytes // world, 0, "byte", world, (16.0, 0.0))
     moves = operation in (ALL_GATHER, ALL_TO_ALL)
     element_bytes = 1 if moves else 2
     part = nbytes // world // element_bytes
@@ -44,7 +48,7 @@ def layout_of(problem: Problem, table: TuningTable, config: Config) -> selection
 
 
 @pytest.mark.parametrize(("world", "table"), [listed[1:3] for listed in TABLES], ids=lambda p: getattr(p, "name", ""))
-@pytest.mark.parametrize("operation", [ALL_REDUCE, FUSED, ALL_GATHER, REDUCE_SCATTER, ALL_TO_ALL])
+@pytest.mark.parametrize("operation", OPERATIONS)
 def test_large_operations_take_so_many_blocks_at_most(operation: str, world: int, table: TuningTable) -> None:
     more = 0
     for most in (8, 20, 64):
@@ -68,7 +72,7 @@ def test_large_operations_take_so_many_blocks_at_most(operation: str, world: int
     assert more, "the option changes something"
 
 
-@pytest.mark.parametrize("operation", [ALL_REDUCE, FUSED, ALL_GATHER, REDUCE_SCATTER, ALL_TO_ALL])
+@pytest.mark.parametrize("operation", OPERATIONS)
 def test_small_operations_are_not_bounded(operation: str) -> None:
     def plan_of(nbytes: int, config: Config) -> Plan:
         return layout_of(problem_of(operation, nbytes, 8), table, config).plan
@@ -81,9 +85,8 @@ def test_small_operations_are_not_bounded(operation: str) -> None:
 
 
 def test_every_operation_is_tried() -> None:
-    tried = {ALL_REDUCE, FUSED, ALL_GATHER, REDUCE_SCATTER, ALL_TO_ALL}
-    # By LL alone, which takes more blocks.
-    assert set(registry.operations()) == tried | {MOE_DISPATCH, MOE_COMBINE}
+    # Tokens of experts go by LL alone, which takes more blocks.
+    assert set(registry.operations()) == {*OPERATIONS, MOE_DISPATCH, MOE_COMBINE}
 
 
 def test_a_forced_algorithm_stays() -> None:

@@ -17,6 +17,7 @@ from llm_comm.planning.tables import (
     ALL_GATHER,
     ALL_REDUCE,
     ALL_TO_ALL,
+    ALL_TO_ALL_V,
     REDUCE_SCATTER,
     Row,
     TuningTable,
@@ -51,7 +52,32 @@ def select(problem: Problem, table: TuningTable = TABLE, config: Config = CONFIG
 
 
 def test_which_operations_have_parts() -> None:
-    assert {name for name, operation in registry.operations().items() if operation.has_shards} == {*BOTH, ALL_TO_ALL}
+    known = registry.operations()
+    assert {name for name, operation in known.items() if operation.has_shards} == {*BOTH, ALL_TO_ALL}
+    assert {name for name, operation in known.items() if operation.bounds_parts} == {ALL_TO_ALL_V}
+
+
+@pytest.mark.parametrize("world", [2, 8])
+def test_parts_of_any_sizes_take_the_rows_of_equal_ones(world: int) -> None:
+    """By the largest part that is possible, unless the table has rows of their own."""
+    for table in tables():
+        for shift in range(1, 26):
+            part_bytes = min(1 << shift, table.max_message_bytes)
+            plan = select(Problem(ALL_TO_ALL_V, part_bytes, 0, "byte", world, (2.0, 1.0)), table)
+            equal = select(problem_of(ALL_TO_ALL, [part_bytes] * world), table)
+            assert (plan.algorithm, plan.tile_lines, plan.reason) == (equal.algorithm, equal.tile_lines, equal.reason)
+            assert plan.message_bytes == part_bytes
+    row = Row(1, ALL_TO_ALL_V, "push_hb", "HB", blocks=2, tile_lines=5, depth=3)
+    problem = Problem(ALL_TO_ALL_V, 10, 0, "byte", world, (1.0, 0.0))
+    assert select(problem, emulated_table().with_rows(row)).depth == 3
+
+
+def test_the_limit_of_the_option_counts_parts_as_the_largest_ones() -> None:
+    config = CONFIG.replace(max_message_bytes=1 << 20)
+    for part_bytes, is_served in ((1 << 18, True), ((1 << 18) + 4, False)):
+        plan = select(Problem(ALL_TO_ALL_V, part_bytes, 0, "byte", 4, (4.0, 0.0)), config=config)
+        assert (plan.algorithm != "declined") == is_served
+    assert plan.reason == f"the whole tensor has {(1 << 20) + 16} bytes, more than max_message_bytes=1048576"
 
 
 @both

@@ -130,6 +130,9 @@ class HBSession {
     }
   }
 
+  // For an error that a separate function reports (Operation::in_wait).
+  LLM_COMM_DEVICE OperationInWait in_wait() const { return op_.in_wait(); }
+
   LLM_COMM_DEVICE Line* staging(uint32_t rank, uint32_t half) const { return staging_of(comm_, rank, half); }
 
   // True if begin() or run() ended early. Call it after a barrier.

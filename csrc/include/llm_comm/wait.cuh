@@ -32,6 +32,7 @@ enum class ErrorCause : uint32_t {
   kNotSymmetric = 4,          // a tensor of `peer` that other ranks were to access is not in symmetric memory
   kNoChannel = 5,             // a kernel asked for a channel to `peer` by semaphore `sequence`, which does not exist
   kOtherSymmetricOffset = 6,  // a tensor of `peer` has not the symmetric offset of rank 0's, as it must
+  kSizes = 7,                 // sizes of parts differ between two ranks, or do not fit: HostMailbox::sizes
 };
 
 // First error of a communicator. Lies in host memory that the device maps.
@@ -58,6 +59,27 @@ struct CallSignature {
   uint64_t parameter_bits[kMaxParameters];  // the operation's parameters, which are of type double
 };
 
+// Reason why sizes of parts are wrong. Ranks find sizes in device memory (all_to_all_v/operation.cuh).
+enum class SizesFault : uint32_t {
+  kNone = 0,
+  kDisagree = 1,        // `rank` sends `rows` to `peer`, which expects `limit`
+  kSendsTooMany = 2,    // send_sizes[peer] of `rank` is `rows`, above max_rows, which is `limit`
+  kExpectsTooMany = 3,  // recv_sizes[peer] of `rank` is `rows`, above max_rows, which is `limit`
+  kInputTooShort = 4,   // send_sizes of `rank` add up to `rows`, its input has `limit`
+  kOutputTooShort = 5,  // recv_sizes of `rank` add up to `rows`, its output has `limit`
+  kOtherCall = 6,       // max_rows, the bytes of a row or the type of sizes differ between `rank` and `peer`
+};
+
+// Numbers of rows above kManyRows are given as kManyRows; so are negative ones.
+inline constexpr uint32_t kManyRows = 0xFFFFFFFFu;
+struct SizesError {
+  SizesFault fault;
+  uint32_t rank;
+  uint32_t peer;
+  uint32_t rows;
+  uint32_t limit;
+};
+
 // Bit of HostMailbox::end_reasons. All waits and later operations of this GPU must end.
 inline constexpr uint32_t kAbortRequest = 1u << 31;
 
@@ -65,6 +87,7 @@ struct HostMailbox {
   ErrorRecord error;
   uint32_t end_reasons;  // set by the host; bit r: the process of rank r has exited, so waits for it must end
   CallSignature calls[kMaxWorldSize];  // by rank; valid if the cause is kMismatch
+  SizesError sizes;                    // valid if the cause is kSizes
 };
 
 struct WaitBounds {
