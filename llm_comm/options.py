@@ -288,7 +288,7 @@ OPTIONS: dict[str, Option] = {
         "sums would be of parts that different kernels have rounded",
         "Whether engine integrations compute the experts of up to 64 tokens with llm_comm "
         "(docs/experiments/experts.md). ``auto``: batches that each rank has measured to be faster. Off by default: "
-        "no GPU has run the present kernels.",
+        "no engine has run with the present kernels on GPUs.",
         of_engines=True,
     ),
     "tune_at_start": Option(

@@ -226,8 +226,8 @@ class ExpertLayers:
 
         Row t of the result is the sum over the experts e of token t of ``topk_weights[t, e] * (down_weight[e] @
         (activation(gate) * up))``, with ``gate, up = gate_up_weight[e] @ x[t]`` in two halves. With tensor parallelism
-        it is this rank's part, which an all-reduce sums up. Sums and factors are fp32. Gate, up, the activation, and its
-        product with up are rounded to the dtype of ``x``, as is the result. With float16 that product must be below
+        it is this rank's part, which an all-reduce sums up. Sums and factors are fp32. Gate, up, and the product of
+        activation and up are rounded to the dtype of ``x``, as is the result. With float16 that product must be below
         65504. Experts are added in the order of ``topk_ids``. The bits of a token do not depend on other tokens.
 
         Args:

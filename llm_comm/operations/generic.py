@@ -29,10 +29,7 @@ from llm_comm.runtime.core_handle import CoreHandle
 
 #: Methods of operations.
 _METHODS = {
-    **{
-        name: name
-        for name in (ALL_REDUCE, FUSED, ALL_GATHER, REDUCE_SCATTER, ALL_TO_ALL, MOE_DISPATCH, MOE_COMBINE)
-    },
+    **{name: name for name in (ALL_REDUCE, FUSED, ALL_GATHER, REDUCE_SCATTER, ALL_TO_ALL, MOE_DISPATCH, MOE_COMBINE)},
     ALL_TO_ALL_V: ALL_TO_ALL,
 }
 

@@ -165,7 +165,8 @@ Grid grid(const Problem& problem, bool is_gated, const Choice& choice, uint32_t 
   const uint32_t blocks =
       is_gated ? std::min(std::max(sm_count, 1u), units) : divide_up(problem.hidden, choice.block_outputs);
   const uint32_t shared = shared_bytes(problem, is_gated, choice);
-  return {blocks, is_gated ? kGateUpThreads : kDownThreads, is_gated ? std::max(shared, share_of_shared(is_gated, max_shared_bytes)) : shared};
+  return {blocks, is_gated ? kGateUpThreads : kDownThreads,
+          is_gated ? std::max(shared, share_of_shared(is_gated, max_shared_bytes)) : shared};
 }
 
 }  // namespace llm_comm::experts

@@ -316,8 +316,8 @@ class SumsOfWarps {
     if (done_ >= experts::kSumsBuffers) barrier_wait(memory_.sums_empty(buffer), parity ^ 1);
     LLM_COMM_UNROLL(4)
     for (uint32_t n = 0; n < Rows / 8; ++n) {
-      *line(warp_, buffer, n) = {{float_to_bits(sums[n][0]), float_to_bits(sums[n][1]), float_to_bits(sums[n][2]),
-                                  float_to_bits(sums[n][3])}};
+      *line(warp_, buffer, n) = {
+          {float_to_bits(sums[n][0]), float_to_bits(sums[n][1]), float_to_bits(sums[n][2]), float_to_bits(sums[n][3])}};
     }
     arrive_as_warp(memory_.sums_full(buffer));
     if (done_++ % warps_ != warp_) return false;
@@ -404,7 +404,8 @@ LLM_COMM_DEVICE void multiply_gate_up(const ExpertsArgs& args, const ExpertsMemo
           uint32_t bits[2];
           LLM_COMM_UNROLL(2)
           for (uint32_t i = 0; i < 2; ++i) {
-            bits[i] = activate_and_mul<D>(args.epilogue, Element<D>::round(own[n][i]), Element<D>::round(own[n][2 + i]));
+            bits[i] =
+                activate_and_mul<D>(args.epilogue, Element<D>::round(own[n][i]), Element<D>::round(own[n][2 + i]));
           }
           const uint32_t kept = is_second != 0 ? bits[1] : bits[0];
           const uint32_t given = is_second != 0 ? bits[0] : bits[1];

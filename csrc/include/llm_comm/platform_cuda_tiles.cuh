@@ -156,9 +156,9 @@ namespace tiles {
 // mma.sync of 16 rows and 8 tokens. FP8 needs sm_89; the host launches no FP8 layer on older GPUs.
 template <OperandType F>
 LLM_COMM_DEVICE void multiply_fragments(float* sums, const uint32_t (&a)[4], const uint32_t (&b)[2]) {
-#define LLM_COMM_MMA(shape_and_types)                                                                             \
-  asm("mma.sync.aligned." shape_and_types " {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"                \
-      : "+f"(sums[0]), "+f"(sums[1]), "+f"(sums[2]), "+f"(sums[3])                                                \
+#define LLM_COMM_MMA(shape_and_types)                                                              \
+  asm("mma.sync.aligned." shape_and_types " {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};" \
+      : "+f"(sums[0]), "+f"(sums[1]), "+f"(sums[2]), "+f"(sums[3])                                 \
       : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]))
   if constexpr (F == OperandType::kFloat8) {
 #if __CUDA_ARCH__ >= 890
