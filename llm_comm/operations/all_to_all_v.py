@@ -174,7 +174,8 @@ class AllToAllV(Operation):
         why = self._why_not(x, send_sizes, recv_sizes, max_rows)
         if why:
             return why
-        key = (x.shape, x.dtype, send_sizes.dtype, max_rows)
+        most = x.shape[0] if max_rows is None else int(max_rows)
+        key = (x.shape[1:], x.dtype, send_sizes.dtype, most)
         found: PreparedParts | str | None = self._prepared.get(key) or self._reasons.get(key)
         if found is not None:
             return found
@@ -182,7 +183,6 @@ class AllToAllV(Operation):
         if isinstance(call, str):
             keep(self._reasons, key, call)
             return call
-        most = x.shape[0] if max_rows is None else int(max_rows)
         prepared = PreparedParts(*call, most, (self.world_size * most, *x.shape[1:]))
         keep(self._prepared, key, prepared)
         return prepared

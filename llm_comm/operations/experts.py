@@ -113,16 +113,19 @@ class Experts:
             experts, hidden, intermediate = down_weight.shape
             tokens, top_k = topk_ids.shape
             kind = _NAME, x.nbytes, "experts", NONE
-            run = self._handle.core().prepare_experts(
-                tokens=tokens,
-                top_k=top_k,
-                experts=experts,
-                hidden=hidden,
-                intermediate=intermediate,
-                data_type=self._data_types[x.dtype],
-                epilogue=_EPILOGUES[activation],
-                counter=self._handle.statistics.counter(*kind),
-            )
+            try:
+                run = self._handle.core().prepare_experts(
+                    tokens=tokens,
+                    top_k=top_k,
+                    experts=experts,
+                    hidden=hidden,
+                    intermediate=intermediate,
+                    data_type=self._data_types[x.dtype],
+                    epilogue=_EPILOGUES[activation],
+                    counter=self._handle.statistics.counter(*kind),
+                )
+            except ValueError as error:  # more shared memory than the device has
+                raise UnsupportedInputError(f"{_NAME}: {error}") from None
             if self._planner.config.nvtx:
                 run = within_range(run, self._device, *kind)
             prepared = _Prepared(run, (tokens * top_k, intermediate))

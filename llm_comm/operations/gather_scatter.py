@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from llm_comm import arrays
+from llm_comm.errors import UnsupportedInputError
 from llm_comm.operations import torch_operators
 from llm_comm.operations.operands import is_traced
 from llm_comm.operations.operands import is_watched as _is_watched
@@ -188,9 +189,9 @@ class GatherScatter:
     def _exchange(self, x: Any, send_sizes: Any, recv_sizes: Any, max_rows: int | None, out: Any) -> Any:
         """Implement ``all_to_all`` with sizes, for plain tensors and for what ``_dispatch`` handles."""
         operation = self._operations.all_to_all_v
+        send_sizes, recv_sizes = _as_sizes(send_sizes), _as_sizes(recv_sizes)
         if not isinstance(x, _Tensor):
-            sizes = _as_sizes(send_sizes), _as_sizes(recv_sizes)
-            return arrays.call(lambda x, out: self._exchange(x, *sizes, max_rows, out), x, out)
+            return arrays.call(lambda x, out: self._exchange(x, send_sizes, recv_sizes, max_rows, out), x, out)
         are_wrapped = any(isinstance(one, _Tensor) and type(one) is not _Tensor for one in (x, send_sizes, recv_sizes))
         if _is_compiling() or are_wrapped or _is_watched():
             return torch_operators.on_parts(operation, x, send_sizes, recv_sizes, max_rows, out, self.name)
@@ -252,8 +253,13 @@ class GatherScatter:
 
 
 def _as_sizes(sizes: Any) -> Any:
-    """Return an array of sizes as a tensor. None and tensors stay as they are."""
-    return sizes if sizes is None or isinstance(sizes, torch.Tensor) else arrays.as_tensor(sizes)
+    """Return an array of sizes as a tensor. Anything else stays as it is: the operation says what it lacks."""
+    if sizes is None or isinstance(sizes, torch.Tensor):
+        return sizes
+    try:
+        return arrays.as_tensor(sizes)
+    except UnsupportedInputError:
+        return sizes
 
 
 def _accepts(calls: ShardsOperation, x: Any, dim: int, sizes: Sizes | None) -> bool:

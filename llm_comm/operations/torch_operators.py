@@ -260,6 +260,9 @@ def on_parts(
     check_tensors("all_to_all", {"send_sizes": send_sizes, "recv_sizes": recv_sizes})
     check_outputs("all_to_all", out=out)
     operation.check_numbers(x, max_rows)
+    if not torch.compiler.is_compiling() and torch._C._is_tracing():
+        # It would record the rows of this x.
+        raise UnsupportedInputError("all_to_all: torch.jit.trace cannot record sizes: use torch.compile or make_fx")
     most = x.shape[0] if max_rows is None else max_rows
     result = torch.ops.llm_comm.all_to_all_v(x, send_sizes, recv_sizes, most, out, operation.world_size, communicator)
     return result if out is None else put(result, "all_to_all: out", out)

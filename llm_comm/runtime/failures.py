@@ -114,7 +114,10 @@ def _sizes_in_words(sizes: _core.WrongSizes, names: RankNames) -> str:
     if sizes.fault == "expects too many":
         return f"recv_sizes[{peer}] of {rank} is {rows} rows, and max_rows is {sizes.limit}"
     if sizes.fault == "other call":
-        return f"max_rows, the bytes of a row or the dtype of sizes differ between {rank} and {names.full(sizes.peer)}"
+        return (
+            "max_rows, the bytes of a row or the dtype of sizes differ between ranks: noticed between "
+            f"{rank} and {names.full(sizes.peer)}"
+        )
     argument, tensor = ("send_sizes", "x") if sizes.fault == "input too short" else ("recv_sizes", "out")
     return f"{argument} of {rank} add up to {rows} rows, and {tensor} has {sizes.limit}"
 

@@ -111,22 +111,23 @@ def test_tokens_without_an_expert_and_numbers_that_are_none() -> None:
     assert not run(x, layer, torch.full_like(ids, -1), weights).any()
 
 
-@pytest.mark.parametrize("experts", [7, 40])  # groups of up to 32 tokens, or of up to 8
+@pytest.mark.parametrize("experts", [2, 5, 40])  # groups of up to 32, 16 and 8 tokens
 def test_all_tokens_have_one_expert(experts: int) -> None:
     torch.manual_seed(2)
     layer = layer_of(experts, 128, 64)
-    x, ids, weights = torch.randn(33, 128).to(BF16), torch.full((33, 1), 6, dtype=torch.int32), torch.rand(33, 1)
+    x, ids, weights = torch.randn(33, 128).to(BF16), torch.full((33, 1), 1, dtype=torch.int32), torch.rand(33, 1)
     torch.testing.assert_close(
         run(x, layer, ids, weights).double(), reference(x, layer, ids, weights), rtol=2**-6, atol=2**-6
     )
 
 
+@pytest.mark.parametrize("top_k", [4, 8, 12])  # groups of up to 8, 16 and 32 tokens; alone of up to 8
 @pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf, 0.0, -0.0])
-def test_a_token_is_the_same_beside_any_others(value: float) -> None:
+def test_a_token_is_the_same_beside_any_others(value: float, top_k: int) -> None:
     """The bits of a token do not depend on other tokens, whose experts lie before and behind its own."""
     torch.manual_seed(3)
     layer = layer_of(16, 128, 192)
-    x, (ids, weights) = torch.randn(20, 128).to(BF16), choice_of(20, 4, 16)
+    x, (ids, weights) = torch.randn(20, 128).to(BF16), choice_of(20, top_k, 16)
     together = run(x, layer, ids, weights)
     for token in (0, 7, 19):
         one = slice(token, token + 1)
@@ -194,6 +195,23 @@ def test_tilings_have_the_same_bits() -> None:
             for name, (outputs, stages, boxes) in {"gate_up": gate_up, "down": down}.items()
         }
         assert torch.equal(run(x, layer, ids, weights, **choices), expected), (gate_up, down)
+
+
+@pytest.mark.parametrize("hidden", [64, 2048, 8192, 1 << 24])
+@pytest.mark.parametrize("experts", [1, 33, 512])
+@pytest.mark.parametrize("tokens", [1, 32, 48, 64])
+def test_every_problem_has_a_tiling(tokens: int, experts: int, hidden: int) -> None:
+    (core,) = connected(1)
+    for top_k in (1, 8, 16):
+        core.prepare_experts(
+            tokens=tokens,
+            top_k=top_k,
+            experts=experts,
+            hidden=hidden,
+            intermediate=384,
+            data_type=list(registry.data_types()).index("bf16"),
+            epilogue="silu_and_mul",
+        )
 
 
 def test_gelu() -> None:

@@ -21,7 +21,7 @@ from common import GraphPool, Recording, Session, add_seconds, parser, report, r
 from llm_comm import Communicator
 
 MOST_FAILURES = 10
-#: Of what a sum of rounded factors may be off, in units of the last place of its largest addend.
+#: Of what a sum of products of rounded numbers may be off, in units of the last place of its largest addend.
 BOUND = 4
 
 
@@ -67,6 +67,7 @@ def choose(case: Case, generator: torch.Generator) -> dict[str, torch.Tensor]:
     drawn = torch.rand(ids.shape, device=device, generator=generator)
     ids[drawn < 0.02] = -1
     ids[(drawn >= 0.02) & (drawn < 0.03)] = experts
+    ids[drawn[:, 0] > 0.95, 0] = ids[drawn[:, 0] > 0.95, -1]  # an expert twice
     return {
         "x": torch.empty(case.tokens, case.down.shape[1], device=device).normal_(generator=generator).to(case.dtype),
         "topk_weights": torch.rand(ids.shape, device=device, generator=generator),

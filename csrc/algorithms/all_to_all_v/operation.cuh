@@ -11,8 +11,8 @@
 // many it expects, or what is wrong. The receiver compares, and fails the communicator with ErrorCause::kSizes. Both
 // ranks of a pair that disagrees do so, and all ranks if the sizes of one do not fit. The watchdog notifies the others.
 //
-// Greetings carry a hash of the call too, as ranks easily differ in max_rows. Lines of such a call lie elsewhere. But
-// the lowest rank of a slot begins at line 0 whatever max_rows is, and in HB the rank with the fewest steps ends.
+// Greetings carry a hash of the call and of max_rows too, in which ranks easily differ. Lines of such a call lie
+// elsewhere, so that other lines are read as greetings. The hash is compared first.
 //
 // Bounds hold whatever the sizes are. A sender sends at most max_rows, which slots and chunks hold. A receiver stores
 // no more rows than its own recv_sizes say, which fit its tensor. After an error the content of the output is
@@ -50,6 +50,9 @@ struct Part {
   uint64_t rows;
 };
 
+// Bits of a greeting's first word that hold a SizesFault.
+inline constexpr uint32_t kFaultOfGreeting = 7;
+
 // Parts of this rank for and from one peer, and the greeting for that peer. If this rank's sizes do not fit, all parts
 // are empty and every greeting says why. Construct it after the wait for earlier grids, which may write the sizes.
 class PartsOfPeer {
@@ -58,9 +61,11 @@ class PartsOfPeer {
     SizesError error{SizesFault::kNone, 0, 0, 0, 0};
     received_ = find(args, args.received, peer, SizesFault::kExpectsTooMany, SizesFault::kOutputTooShort, error);
     sent_ = find(args, args.sent, peer, SizesFault::kSendsTooMany, SizesFault::kInputTooShort, error);
-    greeting_ = {{0, static_cast<uint32_t>(sent_.rows), static_cast<uint32_t>(received_.rows), args.comm.call}};
+    // The hash of the call is that of a launch, which may be the same for other max_rows. The factor spreads their bits.
+    const uint32_t tag = (args.comm.call ^ static_cast<uint32_t>(args.max_rows) * 0x9E3779B1u) & ~kFaultOfGreeting;
+    greeting_ = {{tag, static_cast<uint32_t>(sent_.rows), static_cast<uint32_t>(received_.rows), 0}};
     if (error.fault != SizesFault::kNone) {
-      greeting_ = {{static_cast<uint32_t>(error.fault), error.rows, error.limit, error.peer}};
+      greeting_ = {{tag | static_cast<uint32_t>(error.fault), error.rows, error.limit, error.peer}};
       sent_ = received_ = {0, 0};
     }
   }
@@ -101,17 +106,18 @@ class PartsOfPeer {
 
   Part sent_;
   Part received_;
-  Line greeting_;  // {SizesFault, ...}: without a fault, rows that are sent, rows that are expected, hash of the call
+  Line greeting_;  // {hash of the call | SizesFault, ...}: without a fault, rows that are sent, and that are expected
 };
 
 // Fault that the greeting of this rank for `peer` and that of `peer` for this rank show.
 LLM_COMM_DEVICE SizesError compare_greetings(uint32_t rank, Line own, uint32_t peer, Line greeting) {
   const auto fault_of = [](uint32_t of, Line said) {
-    return SizesError{static_cast<SizesFault>(said.word[0]), of, said.word[3], said.word[1], said.word[2]};
+    return SizesError{static_cast<SizesFault>(said.word[0] & kFaultOfGreeting), of, said.word[3], said.word[1],
+                      said.word[2]};
   };
-  if (own.word[0] != 0) return fault_of(rank, own);
-  if (greeting.word[0] != 0) return fault_of(peer, greeting);
-  if (greeting.word[3] != own.word[3]) return {SizesFault::kOtherCall, peer, rank, 0, 0};
+  if (((own.word[0] ^ greeting.word[0]) & ~kFaultOfGreeting) != 0) return {SizesFault::kOtherCall, peer, rank, 0, 0};
+  if ((own.word[0] & kFaultOfGreeting) != 0) return fault_of(rank, own);
+  if ((greeting.word[0] & kFaultOfGreeting) != 0) return fault_of(peer, greeting);
   if (greeting.word[1] != own.word[2]) return {SizesFault::kDisagree, peer, rank, greeting.word[1], own.word[2]};
   if (own.word[1] != greeting.word[2]) return {SizesFault::kDisagree, rank, peer, own.word[1], greeting.word[2]};
   return {SizesFault::kNone, 0, 0, 0, 0};

@@ -10,18 +10,10 @@ namespace llm_comm::experts {
 
 namespace {
 
-struct Layer {
-  uint32_t inputs, outputs;
-};
-
-Layer layer_of(const Problem& problem, bool is_gated) {
-  if (is_gated) return {problem.hidden, problem.intermediate};
-  return {problem.intermediate, problem.hidden};
-}
-
 // Tiles of a weight row.
 uint32_t boxes_of(const Problem& problem, bool is_gated) {
-  return layer_of(problem, is_gated).inputs / linear::inputs_multiple(operands_of_type(problem.type));
+  const uint32_t inputs = is_gated ? problem.hidden : problem.intermediate;
+  return inputs / linear::inputs_multiple(operands_of_type(problem.type));
 }
 
 // Bytes of the stages of a block.
@@ -37,7 +29,8 @@ uint32_t shared_bytes(const Problem& problem, bool is_gated, const Choice& choic
 }
 
 // Bytes of shared memory for a block, so that a multiprocessor has room for one of gate and up beside one of the
-// down-projection, which begins early, and not for two of gate and up. The driver takes 1 KiB for each.
+// down-projection, which begins early, and not for two of gate and up. The driver takes 1 KiB for each. With many places
+// the down-projection needs more, and begins later.
 uint32_t share_of_shared(bool is_gated, uint32_t max_shared_bytes) {
   return is_gated ? max_shared_bytes / 2 : max_shared_bytes / 2 - 1024;
 }
@@ -85,7 +78,7 @@ uint32_t unit_rows(bool is_gated, const Choice& choice) {
 Layout layout(const Problem& problem, bool is_gated, const Choice& choice) {
   const uint32_t places = problem.tokens * problem.top_k;
   const uint32_t rows = group_rows(problem);
-  const uint32_t groups = most_active(problem) + places / rows;  // those of an expert have fewer rows once
+  const uint32_t groups = std::min(places, problem.experts) + places / rows;  // those of an expert have fewer rows once
   uint32_t end = kBarrierBytes;
   const auto take = [&](uint32_t count, uint32_t size) {
     const uint32_t begin = end;
@@ -118,6 +111,15 @@ Choice choose(const Problem& problem, bool is_gated, Choice choice, uint32_t sm_
     const uint32_t share =
         divide_up(divide_up(problem.hidden, std::max(sm_count, 1u)), linear::kLineElements) * linear::kLineElements;
     choice.block_outputs = std::min(share, linear::kMaxBlockOutputs);
+    // Fewer if the products of all places do not fit.
+    const auto least = [&] {
+      return shared_bytes(problem, is_gated,
+                          {choice.block_outputs, choice.stages == 0 ? 2 : choice.stages,
+                           choice.stage_boxes == 0 ? kTilesTogether : choice.stage_boxes});
+    };
+    while (choice.block_outputs > linear::kLineElements && least() > max_shared_bytes) {
+      choice.block_outputs -= linear::kLineElements;
+    }
   }
   const uint32_t share = share_of_shared(is_gated, max_shared_bytes);
   const auto fits = [&](uint32_t stages, uint32_t stage_boxes) {

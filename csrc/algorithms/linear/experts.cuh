@@ -261,7 +261,7 @@ class GateUpFetch {
   LLM_COMM_DEVICE GateUpFetch(const ExpertsArgs& args, const ExpertsMemory& memory, const ExpertUnits& units)
       : args_(args), memory_(memory), units_(units), unit_(units.first()) {}
 
-  // Fetches into all stages that have not been read.
+  // Fetches into every stage once.
   LLM_COMM_DEVICE void begin() {
     LLM_COMM_UNROLL(1)
     while (units_.have(unit_) && round_ == 0) next();

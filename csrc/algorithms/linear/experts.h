@@ -20,17 +20,12 @@ inline constexpr uint32_t kMaxStages = 16;
 inline constexpr uint32_t kUnitRows = 16;
 // Tiles of a row whose tokens the lanes of the down-projection load together.
 inline constexpr uint32_t kTilesTogether = 2;
-// Sums of a unit of gate and up that a warp may be ahead.
+// Units of gate and up for whose sums there is room.
 inline constexpr uint32_t kSumsBuffers = 2;
 inline constexpr uint32_t kBarrierBytes = kWarps * kMaxStages * 8;
 
 // Throws std::invalid_argument for a problem that the kernels do not serve.
 void check(const Problem& problem);
-// Number of experts that the tokens can have at most.
-constexpr uint32_t most_active(const Problem& problem) {
-  const uint32_t chosen = problem.tokens * problem.top_k;
-  return chosen < problem.experts ? chosen : problem.experts;
-}
 // Most tokens that are multiplied together, for which there is a kernel.
 uint32_t group_rows(const Problem& problem);
 // Tiling of gate and up (`is_gated`) or of the down-projection for a device: `choice` with its zero fields filled in.
