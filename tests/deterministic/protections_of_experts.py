@@ -1,6 +1,7 @@
 """Protections of experts: of the rings of stages, of the sums, of the groups, and of the place among the grids.
 
 Not here: the barriers of a warp's lanes. A lane of the emulator does not fall behind the others by a round of the ring.
+Nor the wait for tiles that a warp has fetched itself: the emulator copies them at once.
 Nor the barriers by which groups are found: without them the program ends by an address outside of its memory.
 """
 
@@ -51,13 +52,6 @@ OF_EXPERTS = (
         "sums of a unit take the place of those that have been read",
         "if (done_ >= experts::kSumsBuffers) barrier_wait",
         "if (!WITHOUT && done_ >= experts::kSumsBuffers) barrier_wait",
-        f"{WRONG_RESULT}|{HANGS}",
-    ),
-    _protection(
-        "full_of_warp",
-        "a stage of the down-projection is multiplied when its boxes have come",
-        "barrier_wait(fetch.full(stage), parity)",
-        "if (!WITHOUT) barrier_wait(fetch.full(stage), parity)",
         f"{WRONG_RESULT}|{HANGS}",
     ),
     _protection(

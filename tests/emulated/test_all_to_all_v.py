@@ -312,9 +312,9 @@ def test_wrong_sizes_end_all_ranks(ranks: RankPool, name: str, algorithm: str) -
     ranks.run(4, disagree, name, algorithm)
 
 
-@pytest.mark.parametrize(("world", "odd"), [(2, 1), (3, 0), (3, 1)])
+@pytest.mark.parametrize(("world", "odd", "rows"), [(2, 1, 12), (3, 0, 12), (3, 1, 12), (4, 1, 400)])
 @pytest.mark.parametrize("algorithm", SHARD_ALGORITHMS)
-def test_another_bound_on_one_rank(world: int, odd: int, algorithm: str) -> None:
+def test_another_bound_on_one_rank(world: int, odd: int, rows: int, algorithm: str) -> None:
     """Where nobody compares calls, as on GPUs. Some ranks find out, and no rank ends without an error."""
     cores = connected(world, timeout_s=2)
     calls, kept = [], []
@@ -324,7 +324,7 @@ def test_another_bound_on_one_rank(world: int, odd: int, algorithm: str) -> None
         problem = _core.Problem(count=most * 16, row=0, data_type=byte, world_size=world, parameters=(16, 0))
         tiling = tiling_of(most * 16, blocks=2, tile_lines=16, depth=2)
         run = core.prepare(number_of("all_to_all_v", algorithm), problem, tiling)
-        x, out, sizes = torch.ones(world * 48), torch.ones(world * 48), torch.full((world,), 12)
+        x, out, sizes = torch.ones(world * rows, 4), torch.ones(world * rows, 4), torch.full((world,), rows)
         kept += [x, out, sizes]
         addresses = [one.data_ptr() for one in (x, out, sizes, sizes)]
         addresses += [one.data_ptr() + one.nbytes for one in (x, out)]
