@@ -55,8 +55,8 @@ OPERATIONS: tuple[Mutant, ...] = (
     python(
         "a call with sizes of int32 is kept for int64",
         PARTS,
-        "key = (x.shape, x.dtype, send_sizes.dtype, max_rows)",
-        "key = (x.shape, x.dtype, max_rows)",
+        "key = (x.shape[1:], x.dtype, send_sizes.dtype, most)",
+        "key = (x.shape[1:], x.dtype, most)",
         f"{OF_PARTS} sizes_of_another_type",
     ),
     python(
