@@ -10,7 +10,7 @@ from llm_comm import _core
 from llm_comm.communicator import Communicator
 from llm_comm.integrations.engine_config import options_of
 from llm_comm.integrations.layer_tuning import budget_s
-from llm_comm.operations.linear import ALIGNMENT
+from llm_comm.operations.operands import ALIGNMENT
 from llm_comm.planning.layers import LINEAR_GELU_TANH_AND_MUL, LINEAR_SILU_AND_MUL, takes_features
 
 #: Scales of FP8 operands: of x, and of the weight.

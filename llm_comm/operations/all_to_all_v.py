@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from numbers import Integral
 from typing import Any, NamedTuple
 
 import torch
@@ -16,7 +15,7 @@ from llm_comm import arrays
 from llm_comm.errors import UnsupportedInputError, quoted
 from llm_comm.operations.operands import Operands, check_memory, count_write, why_not_operand
 from llm_comm.operations.operation import Operation, keep
-from llm_comm.operations.shards import SPARE, why_not_bytes
+from llm_comm.operations.shards import INTEGERS, SPARE, why_not_bytes
 from llm_comm.planning.plan import Plan, declined, without_kernel
 from llm_comm.planning.planner import Planner
 from llm_comm.planning.selection import Layout, limits_whole_tensor
@@ -25,7 +24,6 @@ from llm_comm.runtime.core_handle import CoreHandle
 
 #: Values of parameter ``size_type``, by the dtype of the sizes.
 _SIZE_TYPES = {torch.int64: 0.0, torch.int32: 1.0}
-_INTEGERS: tuple[type, ...] = (Integral, torch.SymInt)
 #: Bound of ``max_rows``: kernels compare sizes as 32-bit numbers.
 _MANY_ROWS = (1 << 32) - 1
 
@@ -229,7 +227,7 @@ class AllToAllV(Operation):
             return "x has 0 dimensions; parts are along the first one"
         if max_rows is None:
             return "" if x.shape[0] < _MANY_ROWS else f"x has {x.shape[0]} rows: pass max_rows below 2**32 - 1"
-        is_integer = isinstance(max_rows, _INTEGERS) and not isinstance(max_rows, bool)
+        is_integer = isinstance(max_rows, INTEGERS) and not isinstance(max_rows, bool)
         if not (is_integer and 0 <= max_rows < _MANY_ROWS):
             return f"max_rows is {quoted(max_rows)}; it must be an int from 0 to 2**32 - 2"
         return ""

@@ -11,11 +11,13 @@ import torch
 from llm_comm import _core, registry
 from llm_comm.errors import UnsupportedInputError
 from llm_comm.operations.operands import (
+    ALIGNMENT,
     Operands,
     attempt,
     check_memory,
     check_unwatched,
-    count_write,
+    delivered,
+    output_for,
     why_not_buffer,
     why_not_out,
 )
@@ -27,8 +29,6 @@ from llm_comm.runtime.core_handle import CoreHandle
 from llm_comm.runtime.devices import current_stream_of
 
 _NAME = "fused_experts"
-#: Alignment in bytes that the core requires of x, the weights and out.
-_ALIGNMENT = 16
 _SERVED = ("bf16", "fp16")
 _EPILOGUES: dict[str, _core.Epilogue] = {"silu": "silu_and_mul", "gelu_tanh": "gelu_tanh_and_mul"}
 _OPERANDS = Operands(_NAME, ("x", "gate_up_weight", "down_weight", "topk_weights", "topk_ids"), ("out",))
@@ -84,25 +84,16 @@ class Experts:
         if out is not None:
             _OPERANDS.check_written(*operands, out)
         prepared = self._prepare(x, down_weight, topk_ids, activation)
-        # Copies and results may be freed before the kernels have run: later users of their memory follow in the
-        # stream.
-        if x.data_ptr() % _ALIGNMENT != 0:
+        # A copy may be freed before the kernels have run: later users of its memory follow in the stream.
+        if x.data_ptr() % ALIGNMENT != 0:
             x = x.clone()
-        is_aligned = out is not None and out.data_ptr() % _ALIGNMENT == 0
-        y = out if is_aligned else torch.empty_like(x)
+        y = output_for(out, partial(torch.empty_like, x))
         state = x.new_empty(prepared.state)
         read = (tensor.data_ptr() for tensor in (x, gate_up_weight, down_weight, topk_ids, topk_weights))
         is_enqueued = prepared.run(*read, state.data_ptr(), y.data_ptr(), self._current_stream())
         if not is_enqueued:
             self._handle.check()
-        if out is None:
-            return y
-        if is_aligned:
-            count_write((out,))
-        else:
-            out.copy_(y.view(out.shape))
-        result: torch.Tensor = out
-        return result
+        return delivered(y, out)
 
     def _prepare(
         self, x: torch.Tensor, down_weight: torch.Tensor, topk_ids: torch.Tensor, activation: str
@@ -201,9 +192,9 @@ class Experts:
     @staticmethod
     def _why_not_aligned(*weights: torch.Tensor) -> str:
         for name, weight in zip(("gate_up_weight", "down_weight"), weights, strict=True):
-            if weight.data_ptr() % _ALIGNMENT != 0:
+            if weight.data_ptr() % ALIGNMENT != 0:
                 return (
-                    f"{name} begins at {weight.data_ptr():#x}, which is no multiple of {_ALIGNMENT} bytes: pass a "
+                    f"{name} begins at {weight.data_ptr():#x}, which is no multiple of {ALIGNMENT} bytes: pass a "
                     "copy, made once"
                 )
         return ""

@@ -11,7 +11,7 @@ import torch
 
 from llm_comm import registry
 from llm_comm.errors import UnsupportedInputError
-from llm_comm.operations.operands import Operands, check_memory, check_unwatched, count_write, why_not_buffer
+from llm_comm.operations.operands import Operands, check_memory, check_unwatched, why_not_buffer
 from llm_comm.operations.operation import Operation, Prepared, keep
 from llm_comm.planning.plan import Plan, declined
 from llm_comm.planning.planner import Planner
@@ -104,20 +104,10 @@ class GenericOperation(Operation):
                 raise self._error(found)
             prepared = found
             keep(self._prepared, key, prepared)
-        if prepared.run is None:
-            self._handle.check()
-            self._count_unlaunched(prepared.plan)
-            return
         given = [buffers.get(name) for name in self._info.buffers]
         addresses = [0 if tensor is None else tensor.data_ptr() for tensor in given]
-        try:
-            is_enqueued = prepared.run(*addresses, self._current_stream())
-        except (RuntimeError, ValueError) as error:
-            self._handle.end_after_launch_error(error)
-            raise
-        count_write([tensor for name in self._info.outputs if (tensor := buffers.get(name)) is not None])
-        if not is_enqueued:
-            self._handle.check()
+        written = [tensor for name in self._info.outputs if (tensor := buffers.get(name)) is not None]
+        self._launch(prepared, addresses, written)
 
     def plan(self, x: torch.Tensor, row: int, parameters: _Parameters) -> Plan:
         """Implement ``Communicator.plan_for``."""
@@ -175,6 +165,3 @@ class GenericOperation(Operation):
     def _why_not(self, tensor: torch.Tensor) -> str:
         """Return why a tensor cannot be a buffer, whatever its size, or ""."""
         return why_not_buffer(tensor, self._device) or self._why_not_type(tensor.dtype)
-
-    def _error(self, why: str) -> UnsupportedInputError:
-        return UnsupportedInputError(f"{self._info.name}: {why}")

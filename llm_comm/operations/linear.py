@@ -17,7 +17,16 @@ import torch
 from llm_comm import _core, arrays, registry
 from llm_comm.errors import LlmCommError, UnsupportedInputError
 from llm_comm.operations.fp8 import FP8, Scaling
-from llm_comm.operations.operands import Operands, check_memory, count_write, is_traced, why_not_operand, why_not_out
+from llm_comm.operations.operands import (
+    ALIGNMENT,
+    Operands,
+    check_memory,
+    delivered,
+    is_traced,
+    output_for,
+    why_not_operand,
+    why_not_out,
+)
 from llm_comm.operations.operation import TORCH_TYPES, keep, within_range
 from llm_comm.planning.layers import (
     LINEAR,
@@ -43,8 +52,6 @@ _is_grad_enabled = torch.is_grad_enabled
 _SERVED = ("bf16", "fp16")
 #: Name of the algorithm of all layers in statistics and NVTX ranges.
 _ALGORITHM = "linear"
-#: Alignment in bytes that the core requires of x, weight and out.
-ALIGNMENT = 16
 #: Parameter name of the layer's weight in each operation. Other operations call it ``linear_weight``.
 _WEIGHTS = {
     LINEAR: "weight",
@@ -131,13 +138,9 @@ class Linear:
                 is_enqueued = self.enqueue(prepared, x, weight, y, scaling, bias)
             else:
                 self.check_out(self._name, prepared, x, weight, out, scaling, bias)
-                is_aligned = out.data_ptr() % ALIGNMENT == 0
-                y = out if is_aligned else x.new_empty(prepared.shape, dtype=prepared.dtype)
+                y = output_for(out, partial(x.new_empty, prepared.shape, dtype=prepared.dtype))
                 is_enqueued = self.enqueue(prepared, x, weight, y, scaling, bias)
-                if is_aligned:
-                    count_write((out,))
-                else:
-                    out.copy_(y.view(out.shape))
+                delivered(y, out)
         except LlmCommError:
             raise
         except (RuntimeError, ValueError):

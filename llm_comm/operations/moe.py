@@ -8,25 +8,24 @@ from typing import Any
 
 import torch
 
-from llm_comm.errors import UnsupportedInputError, quoted
+from llm_comm.errors import quoted
 from llm_comm.operations.operands import (
+    ALIGNMENT,
     Operands,
     attempt,
     check_memory,
     check_unwatched,
-    count_write,
+    delivered,
+    output_for,
     why_not_buffer,
     why_not_out,
 )
 from llm_comm.operations.operation import Operation, Prepared, keep
+from llm_comm.operations.shards import SPARE
 from llm_comm.planning.planner import Planner
 from llm_comm.planning.tables import MOE_COMBINE, MOE_DISPATCH
 from llm_comm.runtime.core_handle import CoreHandle
 
-#: Alignment in bytes that the kernels require of rows.
-_ALIGNMENT = 16
-#: Address for an empty tensor. No kernel accesses it.
-_SPARE = 16
 #: Largest numbers that reach the core, which has limits of its own.
 _MOST = 1 << 31
 #: Dtypes whose rows dispatch moves as bytes.
@@ -60,7 +59,6 @@ class _MoeOperation(Operation):
         self._why_none = why_none
         self._operands = Operands(self.name, self.reads, self.writes)
         self._world_size = planner.world_size
-        self._prepared: dict[tuple[Any, ...], Prepared] = {}
 
     def accepts(self, *arguments: Any) -> bool:
         """Return whether ``run`` serves the arguments, and count a decline."""
@@ -106,19 +104,6 @@ class _MoeOperation(Operation):
             keep(self._prepared, key, call)
         return call
 
-    def _launch(self, prepared: Prepared, *addresses: int) -> None:
-        if prepared.run is None:  # no rank has a token
-            self._handle.check()
-            self._count_unlaunched(prepared.plan)
-            return
-        try:
-            is_enqueued = prepared.run(*addresses, self._current_stream())
-        except (RuntimeError, ValueError) as error:
-            self._handle.end_after_launch_error(error)
-            raise
-        if not is_enqueued:
-            self._handle.check()
-
     def _why_not_tensors(self, tensors: _Tensors, dtypes: Mapping[str, torch.dtype]) -> str:
         """Return why tensors cannot be operands, or "". All of them have two dimensions.
 
@@ -138,9 +123,6 @@ class _MoeOperation(Operation):
             if tensor.dtype != dtype:
                 return f"{name} is {tensor.dtype}; it must be {dtype}"
         return ""
-
-    def _error(self, why: str) -> UnsupportedInputError:
-        return UnsupportedInputError(f"{self.name}: {why}")
 
 
 class MoeDispatch(_MoeOperation):
@@ -167,7 +149,7 @@ class MoeDispatch(_MoeOperation):
         received = tuple(tensor.new_empty((places, tensor.shape[1])) for tensor in sent)
         read = _address(x), *_ends(topk_ids), _address(topk_weights)
         scales = (0, 0) if x_scales is None else (_address(x_scales), _address(received[3]))
-        self._launch(prepared, *read, *map(_address, received[:3]), *scales)
+        self._launch(prepared, (*read, *map(_address, received[:3]), *scales))
         return received
 
     def _prepare(self, *arguments: Any) -> Prepared | str:
@@ -191,7 +173,7 @@ class MoeDispatch(_MoeOperation):
         row = x.shape[1] * x.element_size()
         if not self._info.takes_rows_of(row):
             most = self._info.max_row
-            return f"rows of x have {row} bytes: it takes multiples of {_ALIGNMENT} up to {most}"
+            return f"rows of x have {row} bytes: it takes multiples of {ALIGNMENT} up to {most}"
         groups = 0 if x_scales is None else x_scales.shape[1]
         if x_scales is not None and groups == 0:
             return f"x_scales has shape {tuple(x_scales.shape)}; it must have a column"
@@ -215,16 +197,9 @@ class MoeCombine(_MoeOperation):
                 raise self._error(why)
             self._operands.check_written(y, ids, topk_ids, out)
         y = _aligned(y)
-        is_direct = out is not None and out.data_ptr() % _ALIGNMENT == 0
-        result = out if is_direct else y.new_empty(shape)
-        self._launch(prepared, _address(y), _address(ids), *_ends(topk_ids), _address(result))
-        if out is None:
-            return result
-        if is_direct:
-            count_write((out,))
-        else:
-            out.copy_(result.view(out.shape))
-        return out
+        result = output_for(out, partial(y.new_empty, shape))
+        self._launch(prepared, (_address(y), _address(ids), *_ends(topk_ids), _address(result)))
+        return delivered(result, out)
 
     def _prepare(self, *arguments: Any) -> Prepared | str:
         y, ids, topk_ids, num_experts = arguments
@@ -246,11 +221,11 @@ class MoeCombine(_MoeOperation):
 def _aligned(rows: torch.Tensor) -> torch.Tensor:
     """Return a tensor that begins at a line boundary. The copy may be freed before the kernel has run: later users of
     its memory follow in the stream."""
-    return rows if rows.data_ptr() % _ALIGNMENT == 0 else rows.clone()
+    return rows if rows.data_ptr() % ALIGNMENT == 0 else rows.clone()
 
 
 def _address(tensor: torch.Tensor) -> int:
-    return tensor.data_ptr() or _SPARE
+    return tensor.data_ptr() or SPARE
 
 
 def _ends(ids: torch.Tensor) -> tuple[int, int]:

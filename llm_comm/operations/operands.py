@@ -31,6 +31,9 @@ PLAIN = PLAIN_WEIGHTS | {type(None)}
 #: Increments the version counter by which autograd detects writes, in about 0.1 us. Inference tensors have no counter.
 count_write = torch._C._increment_version
 
+#: Alignment in bytes that kernels of linear layers, experts and dispatch require of rows, weights and outputs.
+ALIGNMENT = 16
+
 _Result = TypeVar("_Result")
 
 _REQUIRES_GRAD = (
@@ -219,6 +222,25 @@ def why_not_out(out: Any, shape: tuple[int, ...], dtype: torch.dtype, device: to
             f"({tuple(shape)}, {dtype}, {device})"
         )
     return ""
+
+
+def output_for(out: torch.Tensor | None, new: Callable[[], torch.Tensor]) -> torch.Tensor:
+    """Return what a kernel writes to: ``out`` if it begins at a multiple of ``ALIGNMENT``, else a new tensor."""
+    return out if out is not None and out.data_ptr() % ALIGNMENT == 0 else new()
+
+
+def delivered(result: torch.Tensor, out: torch.Tensor | None) -> torch.Tensor:
+    """Return ``out`` with the result of a kernel that wrote to ``output_for(out, ...)``. None: the result itself.
+
+    A result that is copied may be freed before the kernel has run: later users of its memory follow in the stream.
+    """
+    if out is None:
+        return result
+    if result is out:
+        count_write((out,))
+    else:
+        out.copy_(result.view(out.shape))
+    return out
 
 
 def why_not_writable(tensor: torch.Tensor) -> str:

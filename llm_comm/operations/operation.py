@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, TypeVar
 
 import torch
 
 from llm_comm import registry
+from llm_comm.errors import UnsupportedInputError
+from llm_comm.operations.operands import count_write
 from llm_comm.planning.plan import Plan
 from llm_comm.planning.planner import Planner
 from llm_comm.planning.selection import Layout
@@ -100,6 +102,33 @@ class Operation:
         if run is not None and self._planner.config.nvtx:
             run = within_range(run, self._device, *of_message, plan.algorithm, plan.protocol)
         return Prepared(plan, run)
+
+    def _launch(self, prepared: Prepared, addresses: Sequence[int], written: Sequence[torch.Tensor] = ()) -> None:
+        """Launch a prepared call, or count one that exchanges nothing.
+
+        Args:
+            prepared: The call.
+            addresses: Addresses of its buffers.
+            written: Tensors whose write is counted.
+
+        Raises:
+            CommunicatorError: This or an earlier call has failed.
+        """
+        if prepared.run is None:
+            self._handle.check()
+            self._count_unlaunched(prepared.plan)
+            return
+        try:
+            is_enqueued = prepared.run(*addresses, self._current_stream())
+        except (RuntimeError, ValueError) as error:
+            self._handle.end_after_launch_error(error)
+            raise
+        count_write(written)
+        if not is_enqueued:
+            self._handle.check()
+
+    def _error(self, why: str) -> UnsupportedInputError:
+        return UnsupportedInputError(f"{self._info.name}: {why}")
 
     def _count_unlaunched(self, plan: Plan) -> None:
         """Count a call that exchanges nothing and is therefore not launched. The core counts launched calls."""

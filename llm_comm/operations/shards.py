@@ -31,7 +31,7 @@ _is_grad_enabled = torch.is_grad_enabled
 _is_inference = torch.is_inference_mode_enabled
 _is_writable = _core.is_writable
 
-_INTEGERS: tuple[type, ...] = (Integral, torch.SymInt)
+INTEGERS: tuple[type, ...] = (Integral, torch.SymInt)
 #: Largest accepted size along a dimension; larger than any memory.
 _MOST = 1 << 48
 #: Non-zero address for an empty tensor. No kernel accesses it, since the tensor has no element.
@@ -325,7 +325,7 @@ class ShardsOperation(Operation):
         if len(sizes) != self.world_size:
             return f"sizes has {len(sizes)} numbers; there are {self.world_size} ranks"
         for rank, size in enumerate(sizes):
-            if not (isinstance(size, _INTEGERS) and 0 <= size <= _MOST):  # type: ignore[operator]
+            if not (isinstance(size, INTEGERS) and 0 <= size <= _MOST):  # type: ignore[operator]
                 return f"sizes[{rank}] is {quoted(size)}; it must be an int from 0 to 2**48"
         return ""
 
@@ -346,9 +346,6 @@ class ShardsOperation(Operation):
         if self.takes_whole:
             return f"x has {length} along dim {dim}; sizes, {list(sizes)}, add up to {sum(sizes)}"
         return f"x has {length} along dim {dim}; sizes[{self.rank}], of this rank, is {sizes[self.rank]}"
-
-    def _error(self, why: str) -> UnsupportedInputError:
-        return UnsupportedInputError(f"{self.name}: {why}")
 
 
 def all_sizes(length: int, sizes: Sizes | None, world: int, takes_whole: bool) -> Sizes | None:

@@ -22,6 +22,7 @@ DESCRIPTORS = "llm_comm/runtime/descriptors.py"
 RENDEZVOUS = "llm_comm/runtime/rendezvous.py"
 STATUS = "llm_comm/runtime/status.py"
 GENERIC = "llm_comm/operations/generic.py"
+OPERATION = "llm_comm/operations/operation.py"
 PLAIN_CALLS = "llm_comm/operations/all_reduce.py"
 FUSED_CALLS = "llm_comm/operations/all_reduce_add_rms_norm.py"
 QUANTIZATION = "llm_comm/operations/fp8.py"
@@ -351,7 +352,7 @@ EDGES: tuple[Mutant, ...] = (
         OF_RENDEZVOUS,
     ),
     # ---- Operations ----
-    python("what a call by name writes is the same version", GENERIC, "count_write([tensor", "([tensor", GUARD),
+    python("what a call by name writes is the same version", OPERATION, "count_write(written)", "pass", GUARD),
     python(
         "a kept call by name has other rows",
         GENERIC,
@@ -361,16 +362,16 @@ EDGES: tuple[Mutant, ...] = (
     ),
     python(
         "a call by name that is not enqueued is no error",
-        GENERIC,
+        OPERATION,
         "if not is_enqueued:\n            self._handle.check()",
         "pass",
         GENERIC_CALLS,
     ),
     python(
         "a call by name that is not launched ends nothing",
-        GENERIC,
-        "self._handle.end_after_launch_error(error)\n            raise",
-        "raise",
+        OPERATION,
+        "except (RuntimeError, ValueError) as error:\n            self._handle.end_after_launch_error(error)",
+        "except (RuntimeError, ValueError):",
         GENERIC_CALLS,
     ),
     python(

@@ -8,6 +8,7 @@ TILES = "csrc/optional/moe_tiles.cuh"
 DISPATCH = "csrc/optional/moe_dispatch/one_shot.cuh"
 COMBINE = "csrc/optional/moe_combine/one_shot.cuh"
 CALLS = "llm_comm/operations/moe.py"
+OPERANDS = "llm_comm/operations/operands.py"
 
 DISPATCHES = "driver --cases 300 --alone --algorithm moe_dispatch/one_shot"
 COMBINES = "driver --cases 300 --alone --algorithm moe_combine/one_shot"
@@ -87,7 +88,7 @@ MOE: tuple[Mutant, ...] = (
     ),
     python(
         "torch is not told that a combine has written out",
-        CALLS,
+        OPERANDS,
         "count_write((out,))",
         "pass",
         REFUSALS,

@@ -105,6 +105,9 @@ Layout layout(const Problem& problem, bool is_gated, const Choice& choice) {
 
 Choice choose(const Problem& problem, bool is_gated, Choice choice, uint32_t sm_count, uint32_t max_shared_bytes) {
   check(problem);
+  const auto bytes = [&](uint32_t stages, uint32_t stage_boxes) {
+    return shared_bytes(problem, is_gated, {choice.block_outputs, stages, stage_boxes});
+  };
   if (choice.block_outputs == 0 && is_gated) choice.block_outputs = kUnitRows;
   if (choice.block_outputs == 0) {
     // Outputs of a block if each multiprocessor has one block.
@@ -112,31 +115,25 @@ Choice choose(const Problem& problem, bool is_gated, Choice choice, uint32_t sm_
         divide_up(divide_up(problem.hidden, std::max(sm_count, 1u)), linear::kLineElements) * linear::kLineElements;
     choice.block_outputs = std::min(share, linear::kMaxBlockOutputs);
     // Fewer if the products of all places do not fit.
-    const auto least = [&] {
-      return shared_bytes(problem, is_gated,
-                          {choice.block_outputs, choice.stages == 0 ? 2 : choice.stages,
-                           choice.stage_boxes == 0 ? kTilesTogether : choice.stage_boxes});
-    };
-    while (choice.block_outputs > linear::kLineElements && least() > max_shared_bytes) {
+    while (choice.block_outputs > linear::kLineElements &&
+           bytes(choice.stages == 0 ? 2 : choice.stages,
+                 choice.stage_boxes == 0 ? kTilesTogether : choice.stage_boxes) > max_shared_bytes) {
       choice.block_outputs -= linear::kLineElements;
     }
   }
   const uint32_t share = share_of_shared(is_gated, max_shared_bytes);
-  const auto fits = [&](uint32_t stages, uint32_t stage_boxes) {
-    return shared_bytes(problem, is_gated, {choice.block_outputs, stages, stage_boxes}) <= share;
-  };
   if (choice.stage_boxes == 0) {
     choice.stage_boxes = kWarps;
     const uint32_t boxes = divide_up(boxes_of(problem, is_gated), kTilesTogether) * kTilesTogether;
     while (!is_gated && choice.stage_boxes > kTilesTogether &&
-           (choice.stage_boxes > boxes || !fits(2, choice.stage_boxes))) {
+           (choice.stage_boxes > boxes || bytes(2, choice.stage_boxes) > share)) {
       choice.stage_boxes -= kTilesTogether;
     }
   }
   if (choice.stages == 0) {
     // More stages of gate and up were slower.
     choice.stages = is_gated ? 4 : kMaxStages;
-    while (choice.stages > 2 && !fits(choice.stages, choice.stage_boxes)) --choice.stages;
+    while (choice.stages > 2 && bytes(choice.stages, choice.stage_boxes) > share) --choice.stages;
   }
   const auto refuse = [](const std::string& why) { throw std::invalid_argument("experts: " + why); };
   if (is_gated && choice.block_outputs != kUnitRows) {
@@ -155,8 +152,8 @@ Choice choose(const Problem& problem, bool is_gated, Choice choice, uint32_t sm_
   if (choice.stages < 2 || choice.stages > kMaxStages) {
     refuse("stages is " + std::to_string(choice.stages) + "; it must be 2 to " + std::to_string(kMaxStages));
   }
-  if (const uint32_t bytes = shared_bytes(problem, is_gated, choice); bytes > max_shared_bytes) {
-    refuse("they take " + std::to_string(bytes) + " bytes of shared memory, this device has " +
+  if (const uint32_t all = bytes(choice.stages, choice.stage_boxes); all > max_shared_bytes) {
+    refuse("they take " + std::to_string(all) + " bytes of shared memory, this device has " +
            std::to_string(max_shared_bytes) + " for a block");
   }
   return choice;
