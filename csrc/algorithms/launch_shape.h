@@ -16,6 +16,7 @@
 #include <string>
 
 #include "llm_comm/data_type.h"
+#include "llm_comm/platform_types.h"
 #include "llm_comm/workspace_layout.h"
 
 namespace llm_comm {
@@ -84,8 +85,8 @@ struct Shape {
 
 inline constexpr uint32_t kMaxBlockThreads = 1024;
 
-constexpr uint64_t divide_up(uint64_t a, uint64_t b) { return (a + b - 1) / b; }
-constexpr uint32_t divide_up(uint32_t a, uint32_t b) { return (a + b - 1) / b; }
+LLM_COMM_HOST_DEVICE constexpr uint64_t divide_up(uint64_t a, uint64_t b) { return (a + b - 1) / b; }
+LLM_COMM_HOST_DEVICE constexpr uint32_t divide_up(uint32_t a, uint32_t b) { return (a + b - 1) / b; }
 
 // Largest power of two up to n; n is at least 1.
 constexpr uint32_t floor_power_of_two(uint32_t n) {
