@@ -387,6 +387,19 @@ class Core:
         down: LinearChoice = ...,
         counter: Counter | None = None,
     ) -> Callable[..., bool]: ...
+    # Router of experts, one launch. The function takes the addresses of x, weight, bias (0: none), logits, topk_weights,
+    # topk_ids, and a stream.
+    def prepare_router(
+        self,
+        *,
+        tokens: int,
+        experts: int,
+        top_k: int,
+        hidden: int,
+        data_type: int,
+        renormalize: bool,
+        counter: Counter | None = None,
+    ) -> Callable[..., bool]: ...
     # Load a DSL kernel and return its number. ``image``: a cubin, or for emulated GPUs the path of a shared library.
     def load_program(self, image: bytes, kernel: str, title: str) -> int: ...
     # Return a function that takes input, output and a stream.

@@ -30,6 +30,7 @@ from llm_comm.operations.linear import Linear
 from llm_comm.operations.linear_all_reduce import LinearAllReduce, LinearAllReduceAddRmsNorm
 from llm_comm.operations.linear_layers import LinearLayers
 from llm_comm.operations.moe import ExpertParallel, MoeCombine, MoeDispatch
+from llm_comm.operations.router import Router, RouterLayers
 from llm_comm.operations.shards import AllGather, AllToAll, LossyAllGather, ReduceScatter
 from llm_comm.planning import programs
 from llm_comm.planning.multicast import Multicast
@@ -46,7 +47,7 @@ from llm_comm.runtime.workspaces import SHARING, UnsharedMemoryError
 logger = logging.getLogger("llm_comm")
 
 
-class Communicator(AllReduceOps, GatherScatter, LinearLayers, ExpertLayers, ExpertParallel):
+class Communicator(AllReduceOps, GatherScatter, LinearLayers, ExpertLayers, RouterLayers, ExpertParallel):
     """Collectives of the ranks of one process group: all-reduce, all-gather, reduce-scatter, and fused forms of them.
 
     The ranks are on one machine, or on several with equally many ranks each. Construction is collective: all ranks get
@@ -122,7 +123,7 @@ class Communicator(AllReduceOps, GatherScatter, LinearLayers, ExpertLayers, Expe
             LinearAllReduce(self._handle, layers, sums),
             LinearAllReduceAddRmsNorm(self._handle, layers, norms),
         )
-        self._experts = Experts(*common)
+        self._experts, self._router = Experts(*common), Router(*common)
         self._moe_dispatch, self._moe_combine = MoeDispatch(*common, why_none), MoeCombine(*common, why_none)
         self._other_operations = GenericOperations(*common, why_none)
         # Bound at set-up to save attribute look-ups in calls.
@@ -370,6 +371,7 @@ class Communicator(AllReduceOps, GatherScatter, LinearLayers, ExpertLayers, Expe
         self._operations.linear_gelu_tanh_and_mul.forget()
         self._operations.batch_invariant_linear.forget()
         self._experts.forget()
+        self._router.forget()
         self._moe_dispatch.forget()
         self._moe_combine.forget()
         self._other_operations.forget()

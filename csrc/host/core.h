@@ -12,6 +12,7 @@
 
 #include "algorithms/launch_shape.h"
 #include "algorithms/linear/experts_problem.h"
+#include "algorithms/linear/router.h"
 #include "algorithms/linear/problem.h"
 
 namespace llm_comm::host {
@@ -235,6 +236,11 @@ class Core {
   // device do not serve the problem. Buffers of the call: experts::kBuffers.
   virtual std::unique_ptr<PreparedCall> prepare_experts(const experts::Problem& problem, const experts::Choice& gate_up,
                                                         const experts::Choice& down) = 0;
+
+  // Prepares a router of experts, one launch that involves no other rank (router.h). Throws std::invalid_argument if it
+  // or the device does not serve the problem. Buffers of the call: router::kBuffers. The kernel reads the weight early,
+  // as a linear layer does.
+  virtual std::unique_ptr<PreparedCall> prepare_router(const router::Problem& problem) = 0;
 
   // Loads a DSL kernel and returns the number that prepare_program() takes. `image`: a cubin; for an emulated GPU the
   // path of a shared library. `title`: name of its calls in error messages. All ranks load the same kernels in the same

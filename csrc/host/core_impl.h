@@ -20,6 +20,7 @@
 #include "host/own_header.h"
 #include "host/ports.h"
 #include "host/prepared_experts.h"
+#include "host/prepared_router.h"
 #include "host/prepared_linear.h"
 #include "host/prepared_program.h"
 #include "host/programs.h"
@@ -241,6 +242,10 @@ class CoreImpl final : public Core {
                                                 const experts::Choice& down) override {
     return std::make_unique<PreparedExperts<Launcher>>(launcher_, queue_.call_mutex(), *comm_.mailbox, problem, gate_up,
                                                        down);
+  }
+
+  std::unique_ptr<PreparedCall> prepare_router(const router::Problem& problem) override {
+    return std::make_unique<PreparedRouter<Launcher>>(launcher_, queue_.call_mutex(), *comm_.mailbox, problem);
   }
 
   uint32_t load_program(const std::string& image, const std::string& kernel, const std::string& title) override {

@@ -233,6 +233,16 @@ PYBIND11_MODULE(_core, module) {
           py::kw_only(), py::arg("tokens"), py::arg("top_k"), py::arg("experts"), py::arg("hidden"),
           py::arg("intermediate"), py::arg("data_type"), py::arg("epilogue"), py::arg("gate_up") = LinearChoice{},
           py::arg("down") = LinearChoice{}, py::arg("counter") = py::none())
+      .def(
+          "prepare_router",
+          [](py::object core, uint32_t tokens, uint32_t experts, uint32_t top_k, uint32_t hidden, uint32_t data_type,
+             bool renormalize, const std::optional<Counter>& counter) {
+            const llm_comm::router::Problem problem{tokens, experts, top_k, hidden, data_type_at(data_type), renormalize};
+            CountedCall call{core.cast<Core&>().prepare_router(problem), counter};
+            return as_function(std::move(core), std::move(call), llm_comm::router::kBuffers, 1u << 2);
+          },
+          py::kw_only(), py::arg("tokens"), py::arg("experts"), py::arg("top_k"), py::arg("hidden"),
+          py::arg("data_type"), py::arg("renormalize"), py::arg("counter") = py::none())
       .def("load_program", &Core::load_program, py::arg("image"), py::arg("kernel"), py::arg("title"),
            py::call_guard<py::gil_scoped_release>())
       .def(

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from llm_comm.errors import quoted
+from llm_comm.operations.one_rank import aligned
 from llm_comm.operations.operands import (
     ALIGNMENT,
     Operands,
@@ -18,6 +19,7 @@ from llm_comm.operations.operands import (
     delivered,
     output_for,
     why_not_buffer,
+    why_not_buffers,
     why_not_out,
 )
 from llm_comm.operations.operation import Operation, Prepared, keep
@@ -111,18 +113,7 @@ class _MoeOperation(Operation):
             tensors: Operands by name.
             dtypes: Dtypes that operands must have.
         """
-        if self._why_none:
-            return self._why_none
-        for name, tensor in tensors.items():
-            why = why_not_buffer(tensor, self._device)
-            if why:
-                return f"{name}: {why}"
-            if tensor.dim() != 2:
-                return f"{name} has shape {tuple(tensor.shape)}; it must have 2 sizes"
-            dtype = dtypes.get(name, tensor.dtype)
-            if tensor.dtype != dtype:
-                return f"{name} is {tensor.dtype}; it must be {dtype}"
-        return ""
+        return self._why_none or why_not_buffers(tensors, {}, dtypes, self._device)
 
 
 class MoeDispatch(_MoeOperation):
@@ -143,7 +134,7 @@ class MoeDispatch(_MoeOperation):
         """Run ``Communicator.moe_dispatch``."""
         prepared = self._prepared_for(x, topk_ids, topk_weights, num_experts, max_tokens, x_scales)
         check_memory(self.name, x=x, topk_ids=topk_ids, topk_weights=topk_weights, x_scales=x_scales)
-        x = _aligned(x)
+        x = aligned(x)
         places = self._world_size * (len(x) if max_tokens is None else max_tokens)
         sent = [x, topk_ids, topk_weights] if x_scales is None else [x, topk_ids, topk_weights, x_scales]
         received = tuple(tensor.new_empty((places, tensor.shape[1])) for tensor in sent)
@@ -196,7 +187,7 @@ class MoeCombine(_MoeOperation):
             if why:
                 raise self._error(why)
             self._operands.check_written(y, ids, topk_ids, out)
-        y = _aligned(y)
+        y = aligned(y)
         result = output_for(out, partial(y.new_empty, shape))
         self._launch(prepared, (_address(y), _address(ids), *_ends(topk_ids), _address(result)))
         return delivered(result, out)
@@ -216,12 +207,6 @@ class MoeCombine(_MoeOperation):
         if tokens * world > places:
             return f"topk_ids has {tokens} tokens; y has {places} rows, {places // world} for each of {world} ranks"
         return self._prepare_rows(self._data_types[y.dtype], places // world, hidden, num_experts, top_k)
-
-
-def _aligned(rows: torch.Tensor) -> torch.Tensor:
-    """Return a tensor that begins at a line boundary. The copy may be freed before the kernel has run: later users of
-    its memory follow in the stream."""
-    return rows if rows.data_ptr() % ALIGNMENT == 0 else rows.clone()
 
 
 def _address(tensor: torch.Tensor) -> int:

@@ -208,6 +208,30 @@ def why_not_buffer(tensor: Any, device: torch.device) -> str:
     return why
 
 
+def why_not_buffers(
+    tensors: Mapping[str, Any], dimensions: Mapping[str, int], dtypes: Mapping[str, torch.dtype], device: torch.device
+) -> str:
+    """Return why objects cannot be operands, as ``why_not_buffer``, or do not have a number of sizes or a dtype, or "".
+
+    Args:
+        tensors: The objects by name.
+        dimensions: How many sizes each must have; 2 if not given.
+        dtypes: Dtypes that some must have.
+        device: Device of the communicator.
+    """
+    for name, tensor in tensors.items():
+        why = why_not_buffer(tensor, device)
+        if why:
+            return f"{name}: {why}"
+        sizes = dimensions.get(name, 2)
+        if tensor.dim() != sizes:
+            return f"{name} has shape {tuple(tensor.shape)}; it must have {sizes} sizes"
+        dtype = dtypes.get(name, tensor.dtype)
+        if tensor.dtype != dtype:
+            return f"{name} is {tensor.dtype}; it must be {dtype}"
+    return ""
+
+
 def why_not_out(out: Any, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> str:
     """Return why a result of ``shape`` cannot be written to ``out``, or "". Overlaps are not checked here."""
     if not isinstance(out, torch.Tensor):

@@ -311,7 +311,7 @@ def test_the_method(ranks: RankPool) -> None:
 WRONG: list[tuple[dict[str, Any], str]] = [
     ({"x": torch.zeros(3, 128)}, "x is torch.float32, which is not one of torch.bfloat16, torch.float16"),
     ({"x": torch.zeros(3, 128, dtype=FP16)}, "gate_up_weight is torch.bfloat16; it must be torch.float16"),
-    ({"x": torch.zeros(128, dtype=BF16)}, "must have 2, 3 and 2 sizes"),
+    ({"x": torch.zeros(128, dtype=BF16)}, "x has shape (128,); it must have 2 sizes"),
     ({"x": torch.zeros(3, 256, dtype=BF16)[:, ::2]}, "x: the tensor is not contiguous"),
     ({"x": None}, "x: a NoneType is not a tensor"),
     ({"gate_up_weight": torch.zeros(4, 64, 128, dtype=BF16)}, "it must be (4, 128, 128)"),

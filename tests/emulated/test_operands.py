@@ -31,7 +31,7 @@ ROWS, FEATURES = 2, 128
 EPS = 1e-5
 #: Bytes at a multiple of which the weight of a layer begins.
 ALIGNMENT = 16
-LAYER_WEIGHTS = {"weight", "gate_up_weight", "down_weight", "linear_weight"}
+LAYER_WEIGHTS = {"weight", "gate_up_weight", "down_weight", "linear_weight", "router_weight"}
 
 Tensors = dict[str, torch.Tensor]
 
@@ -80,6 +80,7 @@ def cases(world: int) -> list[Case]:
     before_norm = {**summed, "residual": rows(64), "norm_weight": ones(64)}
     experts = {"x": rows(), "gate_up_weight": ones(2, 128, FEATURES), "down_weight": ones(2, FEATURES, 64)}
     experts |= {"topk_weights": torch.ones(ROWS, 1), "topk_ids": torch.ones(ROWS, 1, dtype=torch.int32)}
+    routed = {"x": rows(), "router_weight": ones(4, FEATURES), "bias": ones(4)}
     none = torch.full((world * ROWS, 1), -1, dtype=torch.int32)  # no expert: all ranks agree
     tokens = {"x": rows(), "topk_ids": none[:ROWS], "topk_weights": torch.ones(ROWS, 1)}
     made = {"y": ones(world * ROWS, FEATURES), "ids": none, "topk_ids": none[:ROWS]}
@@ -120,6 +121,8 @@ def cases(world: int) -> list[Case]:
         Case("try_all_reduce_add_rms_norm", {**norm, **written}, tuple(written), (*of_norm, *same), {"eps": EPS}),
         Case("fused_experts", {**experts, "out": rows()}, out, has_operator=False),
         Case("try_fused_experts", experts, has_operator=False),
+        Case("moe_route", routed, options={"top_k": 1}, has_operator=False),
+        Case("try_moe_route", routed, options={"top_k": 1}, has_operator=False),
         Case("moe_dispatch", {**tokens, "x_scales": torch.ones(ROWS, 3)}, options=of_experts, has_operator=False),
         Case("try_moe_dispatch", tokens, options=of_experts, has_operator=False),
         Case("moe_combine", {**made, "out": rows()}, out, options=of_experts, has_operator=False),

@@ -44,7 +44,7 @@ SAFE = re.compile(
     # Words for ranks, and a copy of a table.
     |(.*\.)?names\.\w+|table\.with_programs
     # The operations of a communicator, once its ranks are connected.
-    |torch_operators\.(Operations|register)|Linear\w*|AllToAllV?|Experts|MoeDispatch|MoeCombine|GenericOperations.*|self\._forget
+    |torch_operators\.(Operations|register)|Linear\w*|AllToAllV?|Experts|Router|MoeDispatch|MoeCombine|GenericOperations.*|self\._forget
     """,
     re.VERBOSE,
 )

@@ -30,6 +30,8 @@ LLM_COMM_DEVICE uint32_t same_in_warp(uint32_t value) { return __shfl_sync(0xFFF
 
 LLM_COMM_DEVICE void warp_sync() { __syncwarp(); }
 
+LLM_COMM_DEVICE uint32_t largest_of_lanes(uint32_t value) { return __reduce_max_sync(0xFFFFFFFFu, value); }
+
 // The shuffle keeps the compiler from recomputing the address at each use from special registers, which is slow.
 LLM_COMM_DEVICE SharedAddress tile_memory() {
   const auto start = static_cast<uint32_t>(__cvta_generic_to_shared(shared_memory<char>()));
@@ -356,6 +358,39 @@ LLM_COMM_DEVICE TokenPieces load_pieces(uint32_t lane, const char* from) {
   return {load_line(piece), load_line(piece + 4 * sizeof(Line))};
 }
 
+struct RowPieces {
+  TokenPieces upper, lower;  // of rows row_of_sum(lane, 0) and row_of_sum(lane, 2)
+};
+
+LLM_COMM_DEVICE RowPieces load_row_pieces(uint32_t lane, const char* from, uint32_t row_bytes, uint32_t rows) {
+  const auto load = [&](uint32_t row) {
+    return load_pieces(lane, from + uint64_t{row < rows ? row : rows - 1} * row_bytes);
+  };
+  return {load(row_of_sum(lane, 0)), load(row_of_sum(lane, 2))};
+}
+
+namespace tiles {
+
+// Half of a tile, by pieces of two rows and of a token.
+template <OperandType F>
+LLM_COMM_DEVICE void multiply_half(float (&sums)[4], const Line& upper, const Line& lower, const Line& x) {
+  LLM_COMM_UNROLL(2)
+  for (uint32_t i = 0; i < 4; i += 2) {
+    const uint32_t a[4] = {upper.word[i], lower.word[i], upper.word[i + 1], lower.word[i + 1]};
+    const uint32_t b[2] = {x.word[i], x.word[i + 1]};
+    multiply_fragments<F>(sums, a, b);
+  }
+}
+
+}  // namespace tiles
+
+template <OperandType F>
+LLM_COMM_DEVICE void multiply_rows(float (&sums)[2][4], const RowPieces& rows,
+                                   const TokenPieces (&tokens)[kTokenColumns]) {
+  tiles::multiply_half<F>(sums[0], rows.upper.low, rows.lower.low, tokens[0].low);
+  tiles::multiply_half<F>(sums[1], rows.upper.high, rows.lower.high, tokens[0].high);
+}
+
 template <OperandType F>
 LLM_COMM_DEVICE void multiply_rows(float (&sums)[2][4], SharedAddress place,
                                    const TokenPieces (&tokens)[kTokenColumns]) {
@@ -375,13 +410,7 @@ LLM_COMM_DEVICE void multiply_rows(float (&sums)[2][4], SharedAddress place,
     const SharedAddress from = low ^ half * (kBoxRowBytes / 2);  // 4 pieces further
     const Line upper = line_at(from);
     const Line lower = line_at(from + 8 * kBoxRowBytes);
-    const Line& x = half == 0 ? tokens[0].low : tokens[0].high;
-    LLM_COMM_UNROLL(2)
-    for (uint32_t i = 0; i < 4; i += 2) {
-      const uint32_t a[4] = {upper.word[i], lower.word[i], upper.word[i + 1], lower.word[i + 1]};
-      const uint32_t b[2] = {x.word[i], x.word[i + 1]};
-      tiles::multiply_fragments<F>(sums[half], a, b);
-    }
+    tiles::multiply_half<F>(sums[half], upper, lower, half == 0 ? tokens[0].low : tokens[0].high);
   }
 }
 

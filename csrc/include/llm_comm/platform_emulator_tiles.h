@@ -19,6 +19,19 @@ LLM_COMM_DEVICE uint32_t same_in_warp(uint32_t value) { return value; }
 
 LLM_COMM_DEVICE void warp_sync() { emulator::warp_exchange(0.0f, 0); }
 
+LLM_COMM_DEVICE uint32_t largest_of_lanes(uint32_t value) {
+  // Halves are exact as floats; the bits of some words would not survive as those of a float.
+  const auto of_other = [](uint32_t half, uint32_t mask) {
+    return static_cast<uint32_t>(shuffle_xor(static_cast<float>(half), mask));
+  };
+  for (uint32_t mask = 1; mask < kWarpThreads; mask *= 2) {
+    const uint32_t high = of_other(value >> 16, mask);
+    const uint32_t other = high << 16 | of_other(value & 0xFFFF, mask);
+    if (other > value) value = other;
+  }
+  return value;
+}
+
 LLM_COMM_DEVICE SharedAddress tile_memory() { return shared_memory<char>(); }
 
 template <class T>
@@ -118,12 +131,27 @@ LLM_COMM_DEVICE TokenPieces load_pieces(uint32_t, const char* from) {
   return pieces;
 }
 
+struct RowPieces {
+  TokenPieces row[2];  // row_of_sum(lane, 0) and row_of_sum(lane, 2)
+};
+
+LLM_COMM_DEVICE RowPieces load_row_pieces(uint32_t lane, const char* from, uint32_t row_bytes, uint32_t rows) {
+  RowPieces pieces;
+  for (uint32_t i = 0; i < 2; ++i) {
+    const uint32_t row = row_of_sum(lane, 2 * i);
+    pieces.row[i] = load_pieces(lane, from + uint64_t{row < rows ? row : rows - 1} * row_bytes);
+  }
+  return pieces;
+}
+
+namespace tiles {
+
+// Products of two rows of a tile and two tokens. `rows`: where the two rows begin.
 template <OperandType F>
-LLM_COMM_DEVICE void multiply_rows(float (&sums)[2][4], SharedAddress place,
-                                   const TokenPieces (&tokens)[kTokenColumns]) {
-  const uint32_t lane = thread_index() % kWarpThreads;
+LLM_COMM_DEVICE void multiply_pairs(float (&sums)[2][4], const void* const (&rows)[2],
+                                    const TokenPieces (&tokens)[kTokenColumns]) {
   for (uint32_t i = 0; i < 4; ++i) {
-    const auto* const weights = pointer_to<const Operand<F>>(place + row_of_sum(lane, i) * kBoxRowBytes);
+    const auto* const weights = static_cast<const Operand<F>*>(rows[i / 2]);
     const auto* const x = reinterpret_cast<const Operand<F>*>(tokens[i % 2].line);
     constexpr uint32_t kColumns = kBoxRowBytes / sizeof(Operand<F>);
     for (uint32_t k = 0; k < kColumns; ++k) {
@@ -131,6 +159,22 @@ LLM_COMM_DEVICE void multiply_rows(float (&sums)[2][4], SharedAddress place,
       sum = multiply_add(weights[k].value(), x[k].value(), sum);
     }
   }
+}
+
+}  // namespace tiles
+
+template <OperandType F>
+LLM_COMM_DEVICE void multiply_rows(float (&sums)[2][4], const RowPieces& rows,
+                                   const TokenPieces (&tokens)[kTokenColumns]) {
+  tiles::multiply_pairs<F>(sums, {rows.row[0].line, rows.row[1].line}, tokens);
+}
+
+template <OperandType F>
+LLM_COMM_DEVICE void multiply_rows(float (&sums)[2][4], SharedAddress place,
+                                   const TokenPieces (&tokens)[kTokenColumns]) {
+  const uint32_t lane = thread_index() % kWarpThreads;
+  const auto row = [&](uint32_t i) { return place + row_of_sum(lane, i) * kBoxRowBytes; };
+  tiles::multiply_pairs<F>(sums, {row(0), row(2)}, tokens);
 }
 
 }  // namespace llm_comm::inline LLM_COMM_TARGET

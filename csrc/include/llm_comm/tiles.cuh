@@ -45,8 +45,11 @@
 //                 of 8 of its rows further. Sum i is of row row_of_sum(lane, i) and of token token_of(lane, i)
 //                 (fragment.cuh). Lanes whose index differs by kLanesToNextRow have rows 2 r and 2 r + 1. The columns of
 //                 a row are added in an order that is always the same.
+//                 RowPieces: what a lane needs of 16 rows for one tile, if it loads them itself: load_row_pieces(lane,
+//                 from, row_bytes, rows). `from`: where the tile begins in the first of `rows` rows, the last of which
+//                 stands for those that are missing. multiply_rows<type>(sums, rows, pieces) takes them.
 // Warp            same_in_warp(x): x, which must be the same in all lanes; tells the compiler so. warp_sync(): warp
-//                 barrier.
+//                 barrier. largest_of_lanes(x): the largest x of all lanes.
 #pragma once
 
 #include "llm_comm/fragment.cuh"
