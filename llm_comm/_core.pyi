@@ -387,8 +387,8 @@ class Core:
         down: LinearChoice = ...,
         counter: Counter | None = None,
     ) -> Callable[..., bool]: ...
-    # Router of experts, one launch. The function takes the addresses of x, weight, bias (0: none), logits, topk_weights,
-    # topk_ids, and a stream.
+    # Router of experts, one launch. The function takes the addresses of x, weight, bias (0: none), logits,
+    # topk_weights, topk_ids, and a stream.
     def prepare_router(
         self,
         *,

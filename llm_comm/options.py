@@ -285,10 +285,9 @@ OPTIONS: dict[str, Option] = {
     "fuse_experts": Option(
         _BOOLEAN_OR_AUTO,
         Alike.YES,
-        "sums would be of parts that different kernels have rounded",
-        "Whether engine integrations compute the experts of up to 64 tokens with llm_comm "
-        "(docs/experiments/experts.md). ``auto``: batches that each rank has measured to be faster. Off by default: "
-        "no engine has run with the present kernels on GPUs.",
+        "ranks might choose different experts, and sums would be of parts that different kernels have rounded",
+        "Whether engine integrations compute the experts of up to 64 tokens with llm_comm, in SGLang their router too "
+        "(docs/experiments/experts.md). ``auto``: batches that each rank has measured to be faster, and the router.",
         of_engines=True,
     ),
     "tune_at_start": Option(

@@ -237,7 +237,8 @@ PYBIND11_MODULE(_core, module) {
           "prepare_router",
           [](py::object core, uint32_t tokens, uint32_t experts, uint32_t top_k, uint32_t hidden, uint32_t data_type,
              bool renormalize, const std::optional<Counter>& counter) {
-            const llm_comm::router::Problem problem{tokens, experts, top_k, hidden, data_type_at(data_type), renormalize};
+            const llm_comm::router::Problem problem{tokens,     experts, top_k, hidden, data_type_at(data_type),
+                                                    renormalize};
             CountedCall call{core.cast<Core&>().prepare_router(problem), counter};
             return as_function(std::move(core), std::move(call), llm_comm::router::kBuffers, 1u << 2);
           },

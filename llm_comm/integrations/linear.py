@@ -51,6 +51,9 @@ FIRST_INVARIANT_LINEAR = (
 #: First experts of few tokens. The weight is that of gate and up.
 FIRST_EXPERTS = "llm_comm: first experts computed by llm_comm (%d ranks, shape %s, weight %s)"
 
+#: First router of experts.
+FIRST_ROUTER = "llm_comm: first router computed by llm_comm (%d ranks, shape %s, weight %s)"
+
 #: Part of the start-up line if llm_comm computes linear layers at every batch size.
 LINEAR_AT_EVERY_SIZE = "; linear layers by llm_comm at every size (batch_invariant_linear)"
 

@@ -6,7 +6,7 @@ import contextlib
 import logging
 import os
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -31,6 +31,7 @@ from llm_comm.planning.tables import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER
 from llm_comm.runtime.rank_names import name_group
 
 _EXIT_CODE = 1
+_Result = TypeVar("_Result")
 
 
 class Member:
@@ -135,16 +136,16 @@ class Member:
 
     def try_linear(
         self,
-        attempt: Callable[..., torch.Tensor | None],
+        attempt: Callable[..., _Result | None],
         x: torch.Tensor,
         weight: torch.Tensor,
         first: str,
         **options: Any,
-    ) -> torch.Tensor | None:
+    ) -> _Result | None:
         """Compute a linear layer on this rank, or return None if llm_comm declines it.
 
         Args:
-            attempt: Method of the communicator, called with ``x``, ``weight`` and ``options``. Returns a new tensor or
+            attempt: Method of the communicator, called with ``x``, ``weight`` and ``options``. Returns new tensors or
                 None.
             x, weight, options: Operands of the layer.
             first: Log line for the first layer that llm_comm computes.

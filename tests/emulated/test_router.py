@@ -207,5 +207,3 @@ def refuse() -> None:
 
 def test_what_the_method_refuses(ranks: RankPool) -> None:
     ranks.run(1, refuse)
-
-

@@ -1,9 +1,9 @@
-"""Times one layer of experts with cold weights: ``fused_experts``, and with ``--sglang`` the kernels of SGLang.
+"""Times one layer of experts and its router with cold weights, by llm_comm and with ``--sglang`` by SGLang's kernels.
 
     torchrun --standalone --nproc-per-node 1 tests/gpu/experts_layer.py --sglang --json FILE
 
-A graph has 12 calls, each with tokens and experts of its own. Router and top-k are in neither. SGLang's Triton kernels
-are timed with the engine's choice of a tiling, and with others.
+A graph has 12 calls, each with tokens and experts of its own; routers are in graphs of their own. SGLang's Triton
+kernels are timed with the engine's choice of a tiling, and with others. Its router is cuBLAS and ``fused_topk``.
 """
 
 from __future__ import annotations
@@ -46,6 +46,7 @@ class Call(NamedTuple):
     down: torch.Tensor
     topk_weights: torch.Tensor
     topk_ids: torch.Tensor
+    router: torch.Tensor
 
 
 def calls_of(shape: Shape, tokens: int, device: torch.device) -> list[Call]:
@@ -66,8 +67,16 @@ def calls_of(shape: Shape, tokens: int, device: torch.device) -> list[Call]:
     calls = []
     for i in range(CALLS):
         scores, ids = torch.rand(tokens, experts, device=device, generator=random).topk(top_k)
-        calls.append(Call(normal(tokens, hidden), *weights[i % len(weights)], scores, ids.int()))
+        router = normal(experts, hidden, deviation=hidden**-0.5)
+        calls.append(Call(normal(tokens, hidden), *weights[i % len(weights)], scores, ids.int(), router))
     return calls
+
+
+def router_of_sglang(one: Call) -> Any:
+    from sglang.srt.layers.moe.topk import fused_topk
+
+    logits = torch.nn.functional.linear(one.x, one.router)
+    return fused_topk(one.x, logits, one.topk_ids.shape[1], renormalize=True)
 
 
 def kernels_of_sglang() -> Callable[[list[Call], torch.device], dict[str, float]]:
@@ -85,7 +94,7 @@ def kernels_of_sglang() -> Callable[[list[Call], torch.device], dict[str, float]
 
     def timed(calls: list[Call], device: torch.device) -> dict[str, float]:
         def call(one: Call) -> Any:
-            return fused_experts_impl(*one, inplace=False)
+            return fused_experts_impl(*one[:5], inplace=False)
 
         found = {"own": time_chain(call, calls, REPS, device)}
         tilings = [(16, n, k, s) for n, k, s in ((64, 128, 4), (128, 64, 4), (32, 256, 3), (64, 256, 3))]
@@ -109,14 +118,19 @@ def rows_of(ranks: Session, options: argparse.Namespace) -> list[dict[str, Any]]
         for name, shape in (SHAPES if ranks.on_gpu else EMULATED).items():
             for tokens in options.tokens:
                 calls = calls_of(shape, tokens, ranks.device)
-                us = time_chain(lambda one: comm.fused_experts(one[0], *one[1:]), calls, REPS, ranks.device)
+                us = time_chain(lambda one: comm.fused_experts(*one[:5]), calls, REPS, ranks.device)
+                router_us = time_chain(
+                    lambda one: comm.moe_route(one.x, one.router, one.topk_ids.shape[1]), calls, REPS, ranks.device
+                )
                 active = sum(len(call.topk_ids.unique()) for call in calls) / len(calls)
                 row = {"shape": name, "tokens": tokens, "active": round(active, 1), "llm_comm_us": round(us, 1)}
+                row["router_us"] = round(router_us, 1)
                 if theirs is not None:
                     found = theirs(calls, ranks.device)
                     best = min(found, key=lambda tiling: found[tiling])
                     row |= {"triton_default_us": round(found["own"], 1), "triton_best_us": round(found[best], 1)}
                     row |= {"triton_best": best, "ratio": round(found[best] / us, 2)}
+                    row["sglang_router_us"] = round(time_chain(router_of_sglang, calls, REPS, ranks.device), 1)
                 rows.append(row)
                 ranks.watchdog.progress(f"{name}, {tokens} tokens")
     return rows
@@ -130,7 +144,11 @@ def main() -> int:
     with session(arguments, measures=True) as ranks:
         rows = rows_of(ranks, arguments)
         table = [
-            (f"{row['shape']}, {row['tokens']} tokens", f"{row['llm_comm_us']} us {row.get('ratio', '')}")
+            (
+                f"{row['shape']}, {row['tokens']} tokens",
+                f"{row['llm_comm_us']} us {row.get('ratio', '')}, "
+                f"router {row['router_us']} us {row.get('sglang_router_us', '')}",
+            )
             for row in rows
         ]
         report("experts of one layer", ranks.device.type, ranks.world, table, {"rows": rows}, arguments.json)

@@ -1,10 +1,11 @@
-"""Random test: experts of few tokens, compared with float64, and by bits with tokens alone and with repeats.
+"""Random test: experts of few tokens and routers, compared with float64, and by bits with tokens alone and repeats.
 
     torchrun --standalone --nproc-per-node 1 tests/gpu/random_experts.py
 
 A case is the weights of a layer, tokens, and what their router chose, drawn from a seed, and calls that are eager or
 captured in a CUDA graph, which is replayed with another choice. Ranks draw different cases and take no part in each
-other's. Some tokens have no expert, and some numbers are no expert's.
+other's. Some tokens have no expert, and some numbers are no expert's. A router of as many experts chooses from the
+tokens too; a stable sort of its logits tells what it must choose.
 """
 
 from __future__ import annotations
@@ -98,6 +99,43 @@ def is_near(case: Case, chosen: dict[str, torch.Tensor], out: torch.Tensor) -> b
     return bool(((out.double() - expected).abs() <= bound).all())
 
 
+def problems_of_router(
+    comm: Communicator, case: Case, x: torch.Tensor, generator: torch.Generator, pool: Any
+) -> list[str]:
+    experts, hidden = len(case.down), x.shape[1]
+    made = torch.empty(1 + hidden, experts, device=x.device).normal_(generator=generator)
+    weight, bias = made[1:].T.contiguous().div_(hidden**0.5).to(case.dtype), made[0].to(case.dtype)
+    options: dict[str, Any] = {
+        "bias": bias if case.replays % 2 == 0 else None,
+        "renormalize": case.activation == "silu",
+    }
+
+    def call() -> tuple[torch.Tensor, ...]:
+        return comm.moe_route(x, weight, case.top_k, **options)
+
+    weights, ids, logits = routed = call()
+    found = []
+    addends = x.double().abs() @ weight.double().abs().T
+    exact = x.double() @ weight.double().T + (0 if options["bias"] is None else bias.double())
+    bound = torch.finfo(case.dtype).eps * exact.abs() + hidden * torch.finfo(torch.float32).eps * addends + 1e-6
+    if not bool(((logits.double() - exact).abs() <= bound).all()):
+        found.append("router: logits beyond the float64 bound")
+    ordered, expected = logits.float().sort(dim=1, descending=True, stable=True)
+    if not torch.equal(ids, expected[:, : case.top_k].int()):
+        found.append("router: other experts than those of the largest logits")
+    of = ordered[:, : case.top_k] if options["renormalize"] else ordered
+    if not torch.allclose(weights, of.softmax(1)[:, : case.top_k], rtol=1e-5, atol=1e-7):
+        found.append("router: factors are not the softmax")
+    recording = Recording(lambda: torch.cat([part.float().flatten() for part in call()]), comm.device, pool)
+    if not torch.equal(recording.replay(), torch.cat([part.float().flatten() for part in routed])):
+        found.append("router: a graph has other bits")
+    one = slice(case.tokens // 2, case.tokens // 2 + 1)
+    alone = comm.moe_route(x[one].clone(), weight, case.top_k, **options)
+    if not all(torch.equal(a, b[one]) for a, b in zip(alone, routed, strict=True)):
+        found.append(f"router: token {one.start} has other bits alone")
+    return found
+
+
 def problems(comm: Communicator, case: Case, seed: int, pool: GraphPool) -> list[str]:
     generator = torch.Generator(comm.device).manual_seed(seed)
     weights = {"gate_up_weight": case.gate_up, "down_weight": case.down, "activation": case.activation}
@@ -106,7 +144,7 @@ def problems(comm: Communicator, case: Case, seed: int, pool: GraphPool) -> list
     def call() -> torch.Tensor:
         return comm.fused_experts(**chosen, **weights)
 
-    found = []
+    found = problems_of_router(comm, case, chosen["x"], generator, pool.handle)
     out = call()
     recording = Recording(call, comm.device, pool.handle) if case.replays else None
     for turn in range(1 + case.replays):

@@ -61,9 +61,9 @@ LLM_COMM_DEVICE void choose_experts(const RouterArgs& args, uint32_t token, cons
     if (expert >= args.experts) continue;
     float logit = 0.0f;
     for (uint32_t part = 0; part < parts; ++part) logit += sums[part * args.experts + expert];
-    if (args.bias != nullptr) logit += E::value(load_plain(args.bias + expert));
+    if (args.bias != nullptr) logit += E::value(args.bias[expert]);
     const uint16_t bits = E::round(logit);
-    store_plain(args.logits + uint64_t{token} * args.experts + expert, bits);
+    args.logits[uint64_t{token} * args.experts + expert] = bits;
     keys[i] = RouterKey(bits, expert).key;
     if (keys[i] > most) most = keys[i];
   }

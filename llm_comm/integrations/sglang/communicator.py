@@ -12,7 +12,7 @@ import json
 import logging
 import sys
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -41,6 +41,7 @@ from llm_comm.integrations.linear import (
     FIRST_EXPERTS,
     FIRST_INVARIANT_LINEAR,
     FIRST_LINEAR,
+    FIRST_ROUTER,
     LINEAR_AT_EVERY_SIZE,
     Scales,
     about_linear,
@@ -58,6 +59,8 @@ from llm_comm.runtime.devices import note_on_amd
 from llm_comm.runtime.rendezvous import Rendezvous
 
 logger = logging.getLogger("sglang.llm_comm")
+
+_Result = TypeVar("_Result")
 
 #: Kinds of groups whose all-reduces llm_comm serves. SGLang makes the others besides "tp" only if their ranks differ
 #: from those of "tp".
@@ -331,7 +334,22 @@ def _set_up_experts(group: Any, communicator: Communicator) -> str:
     from llm_comm.integrations.sglang.experts import activate
 
     activate(group, measures=config.fuse_experts == "auto")
-    return experts.about(config)
+    return experts.about(config) + _set_up_router(group)
+
+
+def _set_up_router(group: Any) -> str:
+    """Compute the router of experts by llm_comm, on all ranks or on none. Return text for the start line.
+    Collective."""
+    from llm_comm.integrations.sglang import routers
+
+    of_this_rank = TABLE.attempt(seams.ROUTER, routers.set_up)
+    if _server_option("moe", "ep_dispatch_algorithm") == "fake":  # SGLang then overwrites logits
+        of_this_rank = "--ep-dispatch-algorithm is fake"
+    why_not = joining.objection_of_any(group.cpu_group, of_this_rank, seams.ROUTER)
+    if why_not is not None:
+        return f"; their router is SGLang's: {why_not}"
+    routers.activate(group)
+    return "; their router by llm_comm"
 
 
 def _attempt_linears() -> str | None:
@@ -540,8 +558,14 @@ class LlmCommAllReduce:
         """Compute experts with silu on this rank by llm_comm, as ``Communicator.fused_experts``; None if declined."""
         return self._try_linear(Communicator.try_fused_experts, x, gate_up_weight, FIRST_EXPERTS, **others)
 
-    def _try_linear(self, *arguments: Any, **options: Any) -> torch.Tensor | None:
-        return None if self._llm_comm is None else self._member.try_linear(*arguments, **options)
+    def moe_route(
+        self, x: torch.Tensor, router_weight: torch.Tensor, top_k: int, **options: Any
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None:
+        """Choose experts by llm_comm, as ``Communicator.moe_route``; None if declined, alike on all ranks."""
+        return self._try_linear(Communicator.try_moe_route, x, router_weight, FIRST_ROUTER, top_k=top_k, **options)
+
+    def _try_linear(self, attempt: Callable[..., _Result | None], *arguments: Any, **options: Any) -> _Result | None:
+        return None if self._llm_comm is None else self._member.try_linear(attempt, *arguments, **options)
 
     def capture(self) -> contextlib.AbstractContextManager[None]:
         """Return SGLang's context for the capture of CUDA graphs. llm_comm itself needs none: it registers no

@@ -20,6 +20,7 @@ FP8 = "linear layers of FP8"
 SILU_AND_MUL = "gate and up with silu-and-mul"
 INVARIANT_LINEAR = "batch-invariant linear layers"
 EXPERTS = "experts"
+ROUTER = "router of experts"
 
 #: Consequence of each feature being off, for messages.
 LOST = {
@@ -33,6 +34,7 @@ LOST = {
     SILU_AND_MUL: "Silu-and-mul of MLPs is SGLang's",
     INVARIANT_LINEAR: "Linear layers are SGLang's",
     EXPERTS: "Experts are SGLang's",
+    ROUTER: "The router of experts is SGLang's",
 }
 
 _OURS = "llm_comm.integrations.sglang"
@@ -217,6 +219,10 @@ ROWS = (
         "sglang.srt.layers.moe.topk:StandardTopKOutput",
         "sglang.srt.layers.moe.moe_runner.base:MoeRunnerConfig",
     ),
+    Row(ROUTER, f"{_LINEAR}:ReplicatedLinear.forward", patch=f"{_OURS}.routers:around_forward"),
+    Row(ROUTER, "sglang.srt.layers.moe.topk:fused_topk", patch=f"{_OURS}.routers:around_fused_topk"),
+    *digest_rows(ROUTER, "sglang.srt.layers.moe.topk:select_experts"),
+    *named_rows(ROUTER, _option("ep_dispatch_algorithm", "exec_:ExecMoe")),
 )
 
 

@@ -17,13 +17,14 @@ from types import SimpleNamespace
 from typing import Any, NamedTuple
 from unittest import mock
 
+import linear_scenarios
 import torch
 from expert_layers import EXPERTS, HIDDEN, INNER, TOP_K, batch_of, check_start, expected, layer_of, timed
 from fusion_scenarios import Norm, empty_package, excerpt, names_in, no, server, source_of
 from linear_scenarios import meet_elsewhere
 from lost_seams import lose
 from rank_processes import Log, dist_rank, scenario, serve
-from scenarios import ours, sglang_groups
+from scenarios import ours, server_options, sglang_groups
 
 from llm_comm.integrations.sglang import seams
 
@@ -40,7 +41,28 @@ backends = excerpt(f"{_MOE}.utils", "MoeRunnerBackend", *_PREDICATES, Enum=enum.
 dispatcher = excerpt(
     f"{_MOE}.token_dispatcher.standard", "StandardDispatchOutput", "StandardCombineInput", NamedTuple=NamedTuple
 )
-topk = excerpt(f"{_MOE}.topk", "StandardTopKOutput", NamedTuple=NamedTuple)
+
+
+def topk_softmax(factors: torch.Tensor, ids: torch.Tensor, logits: torch.Tensor, renormalize: bool) -> None:
+    """SGLang's kernel."""
+    CHOSEN_BY_SGLANG.append(len(logits))
+    values, chosen = logits.float().softmax(1).topk(ids.shape[1])
+    factors.copy_(values / values.sum(1, keepdim=True) if renormalize else values)
+    ids.copy_(chosen)
+
+
+#: Tokens of each call of it.
+CHOSEN_BY_SGLANG: list[int] = []
+
+names = ("StandardTopKOutput", "fused_topk")
+topk = excerpt(
+    f"{_MOE}.topk",
+    *names,
+    NamedTuple=NamedTuple,
+    topk_softmax=topk_softmax,
+    _is_cuda=False,
+    _use_rocm_triton_softmax_topk=no,
+)
 runners = excerpt(f"{_MOE}.moe_runner.base", "MoeRunnerConfig", dataclass=dataclasses.dataclass)
 
 
@@ -58,6 +80,7 @@ unquantized = excerpt(
     **dict.fromkeys(("MultiPlatformOp", "BaseFusedOp"), Method),  # the latter since 0.5.18
     TritonMoeQuantInfo=SimpleNamespace,
     get_moe_runner_backend=lambda: SimpleNamespace(is_flashinfer_cutlass=no),
+    UnquantizedLinearMethod=linear_scenarios.unquantized.UnquantizedLinearMethod,
 )
 
 
@@ -237,6 +260,69 @@ def one_rank_that_cannot_be_hooked_takes_the_others_along() -> None:
         check_untouched(log, "; experts are SGLang's: rank 1 (global rank 1): ")
 
 
+# ---- The router ------------------------------------------------------------------------------------------------------
+
+
+@scenario(smoke=True, LLM_COMM_FUSE_EXPERTS="1")
+def the_router_is_computed_by_llm_comm_once_it_is_known() -> None:
+    with served() as log:
+        assert len(log.having("(fuse_experts); their router by llm_comm")) == (dist_rank() == 0)
+        for renormalize in (True, False):
+            for bias in (False, True):
+                gate = router(bias)
+                for tokens, is_ours in ((4, False), (4, True), (64, True), (65, False), (1, True)):
+                    check_router(gate, tokens, is_ours, renormalize=renormalize)
+        said = f"llm_comm: first router computed by llm_comm (2 ranks, shape (4, {HIDDEN}), weight (6, {HIDDEN}))"
+        assert len(log.having(said)) == (dist_rank() == 0)
+        ours("tp").leave()
+        check_router(gate, 4, False)
+
+
+@scenario(LLM_COMM_FUSE_EXPERTS="1")
+def a_router_of_another_kind_is_left_to_sglang() -> None:
+    with served():
+        gate = router()
+        check_router(gate, 4, False)
+        check_router(gate, 4, True)
+        check_router(gate, 4, False, top_k=3)  # settings have changed
+        check_router(gate, 4, True, top_k=3)
+        others = {"num_fused_shared_experts": 1, "num_token_non_padded": torch.tensor(2), "correction_bias": 1}
+        for name, value in others.items():
+            check_router(gate, 4, False, top_k=3, **{name: value})
+        check_router(gate, 4, True, top_k=3, routed_scaling_factor=2.5)
+        # Logits that are not the last layer's, or not of a layer.
+        logits, _ = gate(batch_of(4)[0])
+        gate(batch_of(5)[0])
+        choose(logits, 3)
+        choose(logits.clone(), 3)
+        assert [CHOSEN_BY_SGLANG.pop(), CHOSEN_BY_SGLANG.pop()] == [4, 4]
+        with mock.patch.object(gate, "weight", torch.nn.Parameter(gate.weight.float(), requires_grad=False)):
+            check_router(gate, 4, False, dtype=torch.float32)
+        gate.quant_method = linear_scenarios.QuantizedMethod()
+        with mock.patch.object(gate.quant_method, "apply", lambda layer, x, bias: x @ layer.weight.T, create=True):
+            check_router(gate, 4, False)
+
+
+@scenario(LLM_COMM_FUSE_EXPERTS="1")
+def one_rank_whose_router_cannot_be_hooked_takes_the_others_along() -> None:
+    if dist_rank() == 1:
+        lose(seams.TABLE, f"{_MOE}.topk:fused_topk")
+    with served() as log:
+        said = "(fuse_experts); their router is SGLang's: rank 1 (global rank 1): "
+        assert len(log.having(said)) == (dist_rank() == 0)
+        gate = router()
+        for _ in range(2):
+            check_router(gate, 4, False)
+
+
+@scenario(LLM_COMM_FUSE_EXPERTS="1")
+def logits_that_sglang_overwrites_are_its_own() -> None:
+    options = {"elastic_ep_backend": None, "ep_dispatch_algorithm": "fake"}
+    with server_options(moe=options), served() as log:
+        said = "; their router is SGLang's: --ep-dispatch-algorithm is fake"
+        assert len(log.having(said)) == (dist_rank() == 0)
+
+
 # ---- What they are made of ------------------------------------------------------------------------------------------
 
 
@@ -260,6 +346,41 @@ def given_of(tokens: int, dtype: torch.dtype = torch.bfloat16) -> Any:
     """What the router hands on."""
     x, factors, ids = batch_of(tokens, dtype)
     return dispatcher.StandardDispatchOutput(x, None, topk.StandardTopKOutput(factors, ids, torch.empty(0)))
+
+
+def router(bias: bool = False) -> Any:
+    """A layer that makes the logits of the experts."""
+    gate = linear_scenarios.linear.ReplicatedLinear(HIDDEN, EXPERTS, bias=bias, params_dtype=torch.bfloat16)
+    random = torch.Generator().manual_seed(1)
+    for parameter in gate.parameters():
+        parameter.data = torch.randn(parameter.shape, generator=random).to(parameter.dtype)
+    return gate
+
+
+def choose(logits: torch.Tensor, top_k: int, renormalize: bool = True, **others: Any) -> Any:
+    """Call fused_topk as select_experts does, and check what it returns."""
+    x = logits.new_empty(len(logits), HIDDEN)
+    chosen = topk.fused_topk(hidden_states=x, gating_output=logits, topk=top_k, renormalize=renormalize, **others)
+    factors, ids = chosen
+    values = logits.float().softmax(1).gather(1, ids.long())
+    torch.testing.assert_close(factors, values / values.sum(1, keepdim=True) if renormalize else values)
+    assert torch.equal(logits.gather(1, ids.long()), logits.topk(top_k).values)
+    return chosen
+
+
+def check_router(
+    gate: Any, tokens: int, is_ours: bool, top_k: int = TOP_K, dtype: torch.dtype = torch.bfloat16, **options: Any
+) -> None:
+    """Route a batch, and check by whom its experts are chosen."""
+    x = batch_of(tokens, dtype)[0]
+    logits, bias = gate(x)
+    assert bias is None
+    exact = x.double() @ gate.weight.double().T + (0 if gate.bias is None else gate.bias.double())
+    torch.testing.assert_close(logits.double(), exact, rtol=0.02, atol=0.05)
+    choose(logits, top_k, **options)
+    expected_calls = [] if is_ours else [tokens]
+    assert expected_calls == CHOSEN_BY_SGLANG
+    CHOSEN_BY_SGLANG.clear()
 
 
 def batch_in(given: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:

@@ -1,0 +1,126 @@
+"""Hooks in SGLang that compute the router of experts by one kernel of llm_comm, with option ``fuse_experts``.
+
+SGLang computes a router by two functions that the code of a model connects: a ``ReplicatedLinear`` makes logits, and
+``fused_topk`` chooses experts from them. Both are hooked. The first call of ``fused_topk`` shows which layer made its
+logits, how many experts are chosen, and how factors are made. From then on llm_comm computes the layer and the choice
+together, and ``fused_topk`` takes the choice that belongs to its logits. What SGLang does after ``fused_topk`` stays.
+
+All ranks must choose the same experts. They do: the decision depends on the program, shapes, dtypes and settings, which
+are the same on all ranks, and the kernel has one order of additions. Batches that llm_comm declines are SGLang's.
+
+Routers with scores by sigmoid, a correction of scores, groups of experts or fused shared experts are SGLang's.
+"""
+
+from __future__ import annotations
+
+import importlib
+import weakref
+from typing import Any, NamedTuple
+
+import torch
+
+#: Values of arguments of ``fused_topk`` that do not change what llm_comm computes. Any other argument must have its
+#: default, one of a later release too.
+_PLAIN = {
+    "scoring_func": "softmax",
+    "correction_bias": None,
+    "apply_routed_scaling_factor_on_output": False,  # without it the factor is not used
+    "num_fused_shared_experts": 0,
+    "packed_out": None,
+    "num_token_non_padded": None,
+}
+_IGNORED = ("routed_scaling_factor",)
+
+
+class _Made(NamedTuple):
+    """Logits of a replicated layer.
+
+    Attributes:
+        logits: The tensor.
+        layer: Layer that made them.
+        choice: Factors and experts that were computed with them, for ``settings``; None if SGLang made the logits.
+    """
+
+    logits: weakref.ref[torch.Tensor]
+    layer: Any
+    settings: tuple[int, bool] | None
+    choice: tuple[torch.Tensor, torch.Tensor] | None
+
+
+class _State:
+    """State of the process.
+
+    Attributes:
+        group: SGLang's tensor-parallel group, whose communicator computes routers; None: SGLang does.
+        made: The last logits.
+        method: SGLang's class of layers without quantization.
+    """
+
+    group: Any = None
+    made: _Made | None = None
+    method: Any = None
+
+
+def set_up() -> None:
+    """Look up the objects of SGLang that the hooks use.
+
+    Raises:
+        Exception: SGLang lacks a name.
+    """
+    _State.method = importlib.import_module("sglang.srt.layers.quantization.unquant").UnquantizedLinearMethod
+
+
+def activate(group: Any) -> None:
+    """Have the communicator of SGLang's ``group`` compute routers. Call it on all ranks."""
+    _State.group = group
+
+
+def around_forward(theirs: Any, layer: Any, x: torch.Tensor) -> Any:
+    """Hook of ``ReplicatedLinear.forward``: use llm_comm for layers that are known to be routers."""
+    if _State.group is None or torch.compiler.is_compiling():
+        return theirs(layer, x)
+    settings = getattr(layer, "llm_comm_routes", None)
+    routed = None if settings is None or not _is_served(layer) else _route(x, layer, *settings)
+    if routed is None:
+        result, choice = theirs(layer, x), None
+    else:
+        factors, ids, logits = routed
+        result, choice = (logits, None), (factors, ids)
+    _State.made = _Made(weakref.ref(result[0]), layer, settings, choice)
+    return result
+
+
+def around_fused_topk(
+    theirs: Any, hidden_states: torch.Tensor, gating_output: torch.Tensor, topk: int, renormalize: bool, **others: Any
+) -> Any:
+    """Hook of ``fused_topk``: use the choice that llm_comm made with these logits, or remember who made them."""
+    made, _State.made = _State.made, None
+    if made is not None and made.logits() is gating_output and _are_plain(others):
+        settings = topk, bool(renormalize)
+        if made.choice is not None and made.settings == settings:
+            return made.choice
+        made.layer.llm_comm_routes = settings
+    return theirs(hidden_states, gating_output, topk, renormalize, **others)
+
+
+def _are_plain(others: dict[str, Any]) -> bool:
+    return all(name in _IGNORED or (name in _PLAIN and value == _PLAIN[name]) for name, value in others.items())
+
+
+def _is_served(layer: Any) -> bool:
+    """Return whether llm_comm computes what the layer does. It reads parameters only: the stream may still be writing a
+    plain tensor."""
+    return (
+        type(layer.quant_method) is _State.method
+        and type(layer.weight) is torch.nn.Parameter
+        and (layer.bias is None or (type(layer.bias) is torch.nn.Parameter and not layer.skip_bias_add))
+    )
+
+
+def _route(x: torch.Tensor, layer: Any, top_k: int, renormalize: bool) -> Any:
+    """Return factors, experts and logits; None if llm_comm declines or has left the group."""
+    route = getattr(getattr(_State.group, "ca_comm", None), "moe_route", None)
+    if route is None:
+        return None
+    bias = None if layer.bias is None else layer.bias.detach()
+    return route(x, layer.weight.detach(), top_k, bias=bias, renormalize=renormalize)
