@@ -83,6 +83,12 @@ def test_random_experts() -> None:
     run_ranks("random_experts.py", 300, world=1)
 
 
+@pytest.mark.timeout(320)
+@pytest.mark.parametrize("world", (2, 5, WORLD) if SHARED else sorted({2, WORLD}))
+def test_experts_exchange(world: int) -> None:
+    run_ranks("experts_exchange.py", 300, *(("--cases", "60") if SHARED else ()), world=world)
+
+
 @pytest.mark.timeout(420)
 def test_drill() -> None:
     run_program([str(HERE / "drill.py")], 400)
