@@ -12,6 +12,7 @@
 #include "linear_call.h"
 #include "message_call.h"
 #include "moe_call.h"
+#include "router_call.h"
 #include "sized_call.h"
 #include "tilings.h"
 
@@ -65,6 +66,12 @@ std::unique_ptr<Call> draw_linear(const Subject& subject, Random& random) {
   return std::make_unique<LinearCall<kAlike, D>>(subject.epilogue, random);
 }
 
+template <DataType D>
+std::unique_ptr<Call> draw_moe(MoeKernel kernel, Random& random) {
+  if (kernel == MoeKernel::kRoute) return std::make_unique<RouterCall<D>>(random);
+  return std::make_unique<ExpertsCall<D>>(random);
+}
+
 }  // namespace
 
 const std::vector<NamedSubject>& subjects() {
@@ -87,7 +94,7 @@ const std::vector<NamedSubject>& subjects() {
     for (uint32_t form = 0; form < std::size(forms); ++form) {
       found.push_back({forms[form], {0, static_cast<Form>(form), DataType::kBFloat16, Quantization::kNone}});
     }
-    if (kWarpThreads != 32) return found;  // linear layers and experts are written for warps of 32
+    if (kWarpThreads != 32) return found;  // linear layers, experts and routers are written for warps of 32
     const char* const layers[] = {"linear", "linear_silu_and_mul", "linear_gelu_tanh_and_mul"};
     for (uint32_t number = 0; number < std::size(layers); ++number) {
       const std::string name = layers[number];
@@ -99,10 +106,13 @@ const std::vector<NamedSubject>& subjects() {
         }
       }
     }
-    for (const DataType type : {DataType::kBFloat16, DataType::kFloat16}) {
-      Subject experts{0, std::nullopt, type, Quantization::kNone};
-      experts.is_experts = true;
-      found.push_back({"fused_experts", experts});
+    const char* const kernels[] = {"fused_experts", "moe_route"};
+    for (uint32_t number = 0; number < std::size(kernels); ++number) {
+      for (const DataType type : {DataType::kBFloat16, DataType::kFloat16}) {
+        Subject subject{0, std::nullopt, type, Quantization::kNone};
+        subject.moe = static_cast<MoeKernel>(number);
+        found.push_back({kernels[number], subject});
+      }
     }
     return found;
   }();
@@ -117,15 +127,15 @@ std::unique_ptr<Call> draw_call(const Subject& subject, bool alone, uint32_t ind
     const auto type = info_of(algorithm).types[random.below(info_of(algorithm).types.size())];
     return draw_call_of({algorithm, std::nullopt, type, Quantization::kNone}, ranks, random, before);
   }
+  const bool is_bf16 = subject.type == DataType::kBFloat16;
   if (subject.is_linear) {
-    const bool is_bf16 = subject.type == DataType::kBFloat16;
     return is_bf16 ? draw_linear<DataType::kBFloat16>(subject, random)
                    : draw_linear<DataType::kFloat16>(subject, random);
   }
-  if (subject.is_experts && subject.type == DataType::kBFloat16) {
-    return std::make_unique<ExpertsCall<DataType::kBFloat16>>(random);
+  if (subject.moe) {
+    return is_bf16 ? draw_moe<DataType::kBFloat16>(*subject.moe, random)
+                   : draw_moe<DataType::kFloat16>(*subject.moe, random);
   }
-  if (subject.is_experts) return std::make_unique<ExpertsCall<DataType::kFloat16>>(random);
   if (subject.form) return std::make_unique<MessageCall>(*subject.form, index, ranks, random);
   return draw_call_of(subject, ranks, random, before);
 }

@@ -32,8 +32,11 @@ class Call {
   virtual std::string name() const = 0;
 };
 
-// What a schedule is mainly about: an algorithm of the registry, a form of message passing, linear layers, or experts. The other calls of
-// its sequence are all-reduces.
+// Kernels of a mixture of experts in which no other rank takes part.
+enum class MoeKernel { kFusedExperts, kRoute };
+
+// Subject of a schedule: an algorithm of the registry, a form of message passing, linear layers, or a kernel
+// of a mixture of experts. The other calls of its sequence are all-reduces.
 struct Subject {
   uint32_t algorithm;
   std::optional<Form> form;
@@ -41,8 +44,8 @@ struct Subject {
   Quantization quantization;  // of a fused operation
   bool is_linear = false;     // a linear layer, of `type`
   LinearEpilogue epilogue = LinearEpilogue::kNone;
-  bool is_fp8 = false;      // the layer's x and weight are
-  bool is_experts = false;  // experts of few tokens, of `type`
+  bool is_fp8 = false;                          // the layer's x and weight are
+  std::optional<MoeKernel> moe = std::nullopt;  // of few tokens, of `type`
 };
 
 struct NamedSubject {
@@ -51,8 +54,8 @@ struct NamedSubject {
   Subject subject;
 };
 
-// Each algorithm with each of its data types, then the fused ones with FP8, then the forms of message passing, then linear layers,
-// then experts.
+// Each algorithm with each of its data types, then the fused ones with FP8, then the forms of message passing, then
+// linear layers, then experts and their router.
 const std::vector<NamedSubject>& subjects();
 
 // The call number `index` of a schedule. `alone`: about its subject, as all of them. `before`: the one made before it, or

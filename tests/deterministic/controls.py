@@ -41,6 +41,7 @@ from protections_of_linear import OF_LINEAR
 from protections_of_messages import OF_MESSAGES
 from protections_of_operations import OF_OPERATIONS
 from protections_of_ports import OF_PORTS
+from protections_of_router import OF_ROUTER
 from protections_of_switch import OF_SWITCH
 from protections_of_symmetric import OF_SYMMETRIC
 
@@ -63,6 +64,7 @@ PROTECTIONS = (
     *OF_MESSAGES,
     *OF_LINEAR,
     *OF_EXPERTS,
+    *OF_ROUTER,
 )
 
 

@@ -118,6 +118,14 @@ def test_equal_logits_and_those_that_are_no_numbers(dtype: torch.dtype) -> None:
             check(routed)
 
 
+def test_a_logit_that_underflows_is_no_less_than_zero() -> None:
+    x, weight = torch.zeros(1, 64, dtype=FP16), torch.zeros(6, 64, dtype=FP16)
+    x[0, 5], weight[0, 5], weight[3, 5] = 2**-6, -(2**-24), 1.0
+    routed = run(x, weight, 4)
+    assert routed.logits[0, 0].signbit()
+    assert routed.ids.tolist() == [[3, 0, 1, 2]]
+
+
 @pytest.mark.parametrize(
     ("wrong", "text"),
     [

@@ -13,6 +13,7 @@ from table_moe import MOE
 from table_nccl import IN_PLACE_OF_NCCL
 from table_operations import OPERATIONS
 from table_planning import PLANNING
+from table_router import ROUTER
 from table_runtime import RUNTIME
 from table_switch import SWITCH
 
@@ -29,5 +30,6 @@ MUTANTS: tuple[Mutant, ...] = (
     *IN_PLACE_OF_NCCL,
     *CODE,
     *MOE,
+    *ROUTER,
 )
 check_names(MUTANTS)
