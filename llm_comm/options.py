@@ -285,9 +285,10 @@ OPTIONS: dict[str, Option] = {
     "fuse_experts": Option(
         _BOOLEAN_OR_AUTO,
         Alike.YES,
-        "ranks might choose different experts, and sums would be of parts that different kernels have rounded",
-        "Whether engine integrations compute the experts of up to 64 tokens with llm_comm, in SGLang their router too "
-        "(docs/experiments/experts.md). ``auto``: batches that each rank has measured to be faster, and the router.",
+        "ranks might choose different experts, and parts would be rounded differently",
+        "Whether engine integrations compute the experts of up to 64 tokens with llm_comm "
+        "(docs/experiments/experts.md). ``auto``: batches that each rank has measured to be faster. True: all, and in "
+        "SGLang the router. Off by default: no engine has run with the present kernels on GPUs.",
         of_engines=True,
     ),
     "tune_at_start": Option(

@@ -12,8 +12,8 @@
 
 #include "algorithms/launch_shape.h"
 #include "algorithms/linear/experts_problem.h"
-#include "algorithms/linear/router.h"
 #include "algorithms/linear/problem.h"
+#include "algorithms/linear/router.h"
 
 namespace llm_comm::host {
 

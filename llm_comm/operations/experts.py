@@ -140,8 +140,8 @@ class ExpertLayers:
             ``out``, or a new tensor, [tokens, hidden].
 
         Raises:
-            UnsupportedInputError: ``accepts_fused_experts`` of the operands is False, a weight is not aligned, or
-                ``out`` does not fit.
+            UnsupportedInputError: ``accepts_fused_experts`` of the operands is False, a weight is not aligned, ``out``
+                does not fit, or the device has too little shared memory for a block.
             CommunicatorError: An earlier call has failed, as in ``all_reduce``.
             RuntimeError: The kernels could not be launched. No rank waits for them.
         """

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 
@@ -73,13 +73,14 @@ class OneRank:
             like_x: Names of those that must have the dtype of ``x``.
             dtypes: Dtypes that others must have.
         """
-        x = tensors["x"]
-        dtype = x.dtype if isinstance(x, torch.Tensor) else None
-        expected = dict.fromkeys(like_x, dtype) | dtypes if dtype is not None else dtypes
-        why = why_not_buffers(tensors, dimensions, expected, self._device)
-        if not why and dtype not in self._data_types:
-            why = f"x is {dtype}, which is not one of {', '.join(map(str, self._data_types))}"
-        return why
+        x = {"x": tensors["x"]}
+        why = why_not_buffers(x, dimensions, {}, self._device)
+        if why:
+            return why
+        dtype = x["x"].dtype
+        if dtype not in self._data_types:
+            return f"x is {dtype}, which is not one of {', '.join(map(str, self._data_types))}"
+        return why_not_buffers(tensors, dimensions, dict.fromkeys(like_x, dtype) | dtypes, self._device)
 
     def _check(self, why_not: str, operands: dict[str, torch.Tensor], weights: tuple[str, ...]) -> None:
         """Check the operands of a call by address.
@@ -101,7 +102,7 @@ class OneRank:
         if why_not:
             self._refuse(why_not)
 
-    def _refuse(self, why: str) -> None:
+    def _refuse(self, why: str) -> NoReturn:
         """Raise UnsupportedInputError, and count a decline."""
         self._handle.statistics.decline(self.name, why)
         raise UnsupportedInputError(f"{self.name}: {why}")
@@ -120,7 +121,7 @@ class OneRank:
             try:
                 run = prepare(self._handle.statistics.counter(*kind))
             except ValueError as error:  # more shared memory than the device has
-                raise UnsupportedInputError(f"{self.name}: {error}") from None
+                self._refuse(str(error))
             if self._planner.config.nvtx:
                 run = within_range(run, self._device, *kind)
             keep(self._prepared, key, run)
@@ -156,7 +157,7 @@ def why_not_sizes(tokens: int, experts: int, top_k: Any, columns: dict[str, int]
         "experts of a token": (top_k, _core.experts_max_top_k),
     }
     for name, (value, most) in limits.items():
-        if not isinstance(value, int) or not 1 <= value <= most:
+        if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value <= most:
             return f"{quoted(value)} {name}: it takes 1 to {most}"
     return ""
 

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from llm_comm.errors import quoted
 from llm_comm.operations.one_rank import OneRank, aligned, why_not_sizes
 from llm_comm.operations.operands import attempt
 
@@ -59,7 +60,7 @@ class Router(OneRank):
         router_weight: torch.Tensor,
         top_k: int,
         bias: torch.Tensor | None = None,
-        renormalize: bool = True,
+        renormalize: Any = True,
     ) -> str:
         """Return why the operands are not supported, or "". The answer ignores addresses."""
         given = _operands(x, router_weight, bias)
@@ -70,6 +71,8 @@ class Router(OneRank):
         if inputs != hidden or (bias is not None and len(bias) != experts):
             shapes = ", ".join(f"{name} {tuple(tensor.shape)}" for name, tensor in given.items())
             return f"{shapes}: x and router_weight must have as many columns, and bias an element for each expert"
+        if not isinstance(renormalize, bool):
+            return f"renormalize is {quoted(renormalize)}; it must be true or false"
         why = why_not_sizes(tokens, experts, top_k, {"x": hidden})
         return why or (f"{top_k} experts of a token, of {experts}" if top_k > experts else "")
 
@@ -116,7 +119,8 @@ class RouterLayers:
             takes them; and the logits [tokens, experts], of the dtype of ``x``.
 
         Raises:
-            UnsupportedInputError: ``accepts_moe_route`` of the arguments is False, or ``router_weight`` is not aligned.
+            UnsupportedInputError: ``accepts_moe_route`` of the arguments is False, ``router_weight`` is not aligned, or
+                the device has too little shared memory for a block.
             CommunicatorError: An earlier call has failed, as in ``all_reduce``.
             RuntimeError: The kernel could not be launched. No rank waits for it.
         """

@@ -185,7 +185,8 @@ def test_the_method(ranks: RankPool) -> None:
 
 
 WRONG: list[tuple[dict[str, Any], str]] = [
-    ({"x": torch.zeros(3, 128)}, "router_weight is torch.bfloat16; it must be torch.float32"),
+    ({"x": torch.zeros(3, 128)}, "x is torch.float32, which is not one of torch.bfloat16, torch.float16"),
+    ({"router_weight": torch.zeros(8, 128)}, "router_weight is torch.float32; it must be torch.bfloat16"),
     ({"x": torch.zeros(128, dtype=BF16)}, "x has shape (128,); it must have 2 sizes"),
     ({"x": torch.zeros(3, 64, dtype=BF16)}, "x and router_weight must have as many columns"),
     ({"x": None}, "x: a NoneType is not a tensor"),
@@ -194,6 +195,8 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({"top_k": 9}, "9 experts of a token, of 8"),
     ({"top_k": 0}, "0 experts of a token: it takes 1 to 16"),
     ({"top_k": 2.0}, "2.0 experts of a token: it takes 1 to 16"),
+    ({"top_k": True}, "True experts of a token: it takes 1 to 16"),
+    ({"renormalize": [1]}, "renormalize is [1]; it must be true or false"),
 ]
 
 

@@ -3,9 +3,13 @@
 #include <stdexcept>
 #include <string>
 
+#include "algorithms/linear/experts.h"
 #include "algorithms/linear/layer.h"
 
 namespace llm_comm::router {
+
+// Python checks both kernels with one set of limits.
+static_assert(kMaxExperts == experts::kMaxExperts && kMaxTopK == experts::kMaxTopK);
 
 namespace {
 

@@ -1,8 +1,8 @@
 // Core of an AMD GPU: the launcher (TargetLauncher of target.h). Compile as HIP (clang -x hip), with the kernels and
 // with `-include hip/hip_runtime_api.h`, which declares what clang's host stubs of the kernels call.
 //
-// Not supported: NVLink multicast, clusters, programmatic dependent launch, linear layers and experts, DSL kernels, and
-// port channels.
+// Not supported: NVLink multicast, clusters, programmatic dependent launch, linear layers, experts and routers, DSL
+// kernels, and port channels.
 #include <atomic>
 #include <deque>
 #include <map>
@@ -76,7 +76,8 @@ class HipLauncher {
   template <class Args>
   const void* function(void (*kernel)(Args)) const {
     if (kernel == nullptr) {
-      throw std::invalid_argument("llm_comm has no such kernel for AMD GPUs; linear layers and experts have none");
+      throw std::invalid_argument(
+          "llm_comm has no such kernel for AMD GPUs; linear layers, experts and routers have none");
     }
     const DeviceScope scope(device_);
     hipFuncAttributes attributes{};
@@ -105,7 +106,7 @@ class HipLauncher {
     return static_cast<uint64_t>(blocks) * sm_count_;
   }
 
-  // For linear layers and experts, whose kernels function() refuses.
+  // For linear layers, experts and routers, whose kernels function() refuses.
   void permit_shared_bytes(const void*) const {}
   void map_matrix(MatrixView&, uint32_t, uint32_t, uint32_t, uint32_t, BoxUse) const {}
 

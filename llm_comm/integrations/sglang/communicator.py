@@ -334,10 +334,11 @@ def _set_up_experts(group: Any, communicator: Communicator) -> str:
     from llm_comm.integrations.sglang.experts import activate
 
     activate(group, measures=config.fuse_experts == "auto")
-    return experts.about(config) + _set_up_router(group)
+    # With "auto" it would have to be measured, by all ranks together.
+    return experts.about(config) + ("" if config.fuse_experts == "auto" else _set_up_router(group, communicator))
 
 
-def _set_up_router(group: Any) -> str:
+def _set_up_router(group: Any, communicator: Communicator) -> str:
     """Compute the router of experts by llm_comm, on all ranks or on none. Return text for the start line.
     Collective."""
     from llm_comm.integrations.sglang import routers
@@ -345,6 +346,10 @@ def _set_up_router(group: Any) -> str:
     of_this_rank = TABLE.attempt(seams.ROUTER, routers.set_up)
     if _server_option("moe", "ep_dispatch_algorithm") == "fake":  # SGLang then overwrites logits
         of_this_rank = "--ep-dispatch-algorithm is fake"
+    elif _server_option("comm", "enable_symm_mem"):  # SGLang then gathers choices from its own memory
+        of_this_rank = "--enable-symm-mem is set"
+    elif communicator.device.type == "cuda" and torch.cuda.get_device_capability(communicator.device) < (9, 0):
+        of_this_rank = "the GPU has no clusters"  # one block would read the whole weight
     why_not = joining.objection_of_any(group.cpu_group, of_this_rank, seams.ROUTER)
     if why_not is not None:
         return f"; their router is SGLang's: {why_not}"
@@ -561,8 +566,19 @@ class LlmCommAllReduce:
     def moe_route(
         self, x: torch.Tensor, router_weight: torch.Tensor, top_k: int, **options: Any
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None:
-        """Choose experts by llm_comm, as ``Communicator.moe_route``; None if declined, alike on all ranks."""
-        return self._try_linear(Communicator.try_moe_route, x, router_weight, FIRST_ROUTER, top_k=top_k, **options)
+        """Choose experts by llm_comm, as ``Communicator.moe_route``; None if declined, alike on all ranks.
+
+        Raises:
+            UnsupportedInputError: The weight is not aligned. Another kernel on this rank alone might choose other
+                experts.
+        """
+
+        def route(communicator: Communicator, *operands: Any, **options: Any) -> Any:
+            if not communicator.accepts_moe_route(*operands, **options):
+                return None
+            return communicator.moe_route(*operands, **options)
+
+        return self._try_linear(route, x, router_weight, FIRST_ROUTER, top_k=top_k, **options)
 
     def _try_linear(self, attempt: Callable[..., _Result | None], *arguments: Any, **options: Any) -> _Result | None:
         return None if self._llm_comm is None else self._member.try_linear(attempt, *arguments, **options)

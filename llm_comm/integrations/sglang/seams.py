@@ -222,7 +222,9 @@ ROWS = (
     Row(ROUTER, f"{_LINEAR}:ReplicatedLinear.forward", patch=f"{_OURS}.routers:around_forward"),
     Row(ROUTER, "sglang.srt.layers.moe.topk:fused_topk", patch=f"{_OURS}.routers:around_fused_topk"),
     *digest_rows(ROUTER, "sglang.srt.layers.moe.topk:select_experts"),
-    *named_rows(ROUTER, _option("ep_dispatch_algorithm", "exec_:ExecMoe")),
+    *named_rows(
+        ROUTER, _option("ep_dispatch_algorithm", "exec_:ExecMoe"), _option("enable_symm_mem", "exec_:ExecComm")
+    ),
 )
 
 

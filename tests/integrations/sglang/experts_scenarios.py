@@ -298,9 +298,39 @@ def a_router_of_another_kind_is_left_to_sglang() -> None:
         assert [CHOSEN_BY_SGLANG.pop(), CHOSEN_BY_SGLANG.pop()] == [4, 4]
         with mock.patch.object(gate, "weight", torch.nn.Parameter(gate.weight.float(), requires_grad=False)):
             check_router(gate, 4, False, dtype=torch.float32)
+        logits, _ = gate(batch_of(4)[0])
+        choose(logits.mul_(-1), 3)
+        assert CHOSEN_BY_SGLANG.pop() == 4
         gate.quant_method = linear_scenarios.QuantizedMethod()
         with mock.patch.object(gate.quant_method, "apply", lambda layer, x, bias: x @ layer.weight.T, create=True):
             check_router(gate, 4, False)
+
+
+@scenario(LLM_COMM_FUSE_EXPERTS="1")
+def compiled_routers_are_sglangs_and_are_compiled_once() -> None:
+    """The hooks keep the last logits. Graphs must not depend on them."""
+    with served():
+        gate, other, x = router(), router(), batch_of(4)[0]
+        gate.quant_method = SimpleNamespace(apply=lambda layer, x, _: x @ layer.weight.T)
+        compilations: list[int] = []
+
+        def backend(graph: Any, _: Any) -> Any:
+            compilations.append(1)
+            return graph.forward
+
+        def route(x: torch.Tensor) -> Any:
+            logits, _ = gate(x)
+            return topk.fused_topk(hidden_states=x, gating_output=logits, topk=TOP_K, renormalize=True)
+
+        compiled = torch.compile(route, backend=backend)
+        for is_known in (False, True):
+            compiled(x)
+            assert CHOSEN_BY_SGLANG.pop() == 4
+            check_router(other, 4, is_known)
+            other(x)  # nobody takes these logits
+        compiled(x)
+        assert CHOSEN_BY_SGLANG.pop() == 4
+        assert compilations == [1]
 
 
 @scenario(LLM_COMM_FUSE_EXPERTS="1")
@@ -320,6 +350,14 @@ def logits_that_sglang_overwrites_are_its_own() -> None:
     options = {"elastic_ep_backend": None, "ep_dispatch_algorithm": "fake"}
     with server_options(moe=options), served() as log:
         said = "; their router is SGLang's: --ep-dispatch-algorithm is fake"
+        assert len(log.having(said)) == (dist_rank() == 0)
+
+
+@scenario(LLM_COMM_FUSE_EXPERTS="1")
+def choices_in_sglangs_symmetric_memory_are_its_own() -> None:
+    options = {"flashinfer_allreduce_fusion_backend": None, "enable_symm_mem": True}
+    with server_options(comm=options), served() as log:
+        said = "; their router is SGLang's: --enable-symm-mem is set"
         assert len(log.having(said)) == (dist_rank() == 0)
 
 

@@ -1097,7 +1097,11 @@ def fused_calls(group_name: str = "tp") -> list[tuple[int, ...]]:
 @contextlib.contextmanager
 def server_options(**sections: dict[str, Any]) -> Iterator[None]:
     """What a server publishes of its options, as far as llm_comm looks at it."""
-    options = {"moe": {"elastic_ep_backend": None}, "comm": {"flashinfer_allreduce_fusion_backend": None}, **sections}
+    options = {
+        "moe": {"elastic_ep_backend": None, "ep_dispatch_algorithm": None},
+        "comm": {"flashinfer_allreduce_fusion_backend": None, "enable_symm_mem": False},
+        **sections,
+    }
     published = SimpleNamespace(**{name: SimpleNamespace(**values) for name, values in options.items()})
     with mock.patch("sglang.srt.runtime_context.get_exec", return_value=published):
         yield
