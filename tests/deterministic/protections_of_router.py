@@ -1,13 +1,14 @@
-"""Protections of the router: of its place among the grids, of the deliveries to the block of a token, and of the sums.
+"""Protections of the router: of its place among the grids, of its blocks, and of the sums.
 
-Not here: the barrier of a block that is a cluster by itself. The driver's devices have clusters.
-Nor the clamp of tokens that are not there: their sums are dropped, so only a sanitizer would see what is read.
+Not here, as the driver cannot notice them: the barrier of a block that is a cluster by itself, as its devices have
+clusters; the barrier at the end, as its blocks keep their memory until the cluster has ended; the clamp of tokens that
+are not there, whose sums are dropped.
 """
 
 from __future__ import annotations
 
 from edits import Edit
-from protection import AHEAD, HANGS, LEFT_ALONE, WRONG_RESULT, Protection
+from protection import AHEAD, WRONG_RESULT, Protection
 
 KERNEL = "csrc/algorithms/linear/router.cuh"
 _SUBJECTS = ("moe_route",)
@@ -30,28 +31,16 @@ OF_ROUTER = (
         "trigger_behind_wait",
         "one grid of a stream at most comes ahead of the one that runs",
         AHEAD,
-        ("cluster_arrive_relaxed();", "cluster_arrive_relaxed();\n  if (WITHOUT) grid_dependency_trigger();"),
+        ("RowPieces weights[kBoxes];", "RowPieces weights[kBoxes];\n  if (WITHOUT) grid_dependency_trigger();"),
     ),
-    # ---- Deliveries ----
+    # ---- Among the blocks of the cluster ----
     _protection(
-        "cluster_meets",
-        "blocks deliver only once all of the cluster have set up what counts deliveries",
-        f"{WRONG_RESULT}|{HANGS}|{LEFT_ALONE}",
-        ("cluster_wait();", "if (!WITHOUT) cluster_wait();"),
-    ),
-    _protection(
-        "deliveries_are_there",
-        "experts are chosen when the sums of all parts have arrived",
-        f"{WRONG_RESULT}|{LEFT_ALONE}",
-        ("delivery_wait(delivery, 0);", "if (!WITHOUT) delivery_wait(delivery, 0);"),
-    ),
-    _protection(
-        "every_delivery_counts",
-        "a block expects the sums of all its tokens",
-        f"{WRONG_RESULT}|{LEFT_ALONE}",
+        "sums_are_there",
+        "sums are added when all blocks have left theirs",
+        WRONG_RESULT,
         (
-            "delivery_expect(delivery, values, division.blocks);",
-            "delivery_expect(delivery, WITHOUT ? values / 2 : values, division.blocks);",
+            "cluster_arrive();\n  cluster_wait();\n  if (division.blocks == 1)",
+            "if (!WITHOUT) {\n    cluster_arrive();\n    cluster_wait();\n  }\n  if (division.blocks == 1)",
         ),
     ),
     # ---- Sums and choice ----
@@ -69,8 +58,8 @@ OF_ROUTER = (
         "sums of all parts are added",
         WRONG_RESULT,
         (
-            "for (uint32_t part = 0; part < parts; ++part) logit",
-            "for (uint32_t part = WITHOUT ? 1 : 0; part < parts; ++part) logit",
+            "for (uint32_t first = 0; first < parts;",
+            "for (uint32_t first = WITHOUT ? 1 : 0; first < parts;",
         ),
     ),
     _protection(

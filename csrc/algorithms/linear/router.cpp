@@ -10,6 +10,8 @@ namespace llm_comm::router {
 
 // Python checks both kernels with one set of limits.
 static_assert(kMaxExperts == experts::kMaxExperts && kMaxTopK == experts::kMaxTopK);
+// In a cluster of several blocks a warp chooses the experts of one token at most.
+static_assert(linear::kMaxTokens <= kClusterBlocks * kWarps);
 
 namespace {
 
@@ -50,9 +52,8 @@ uint32_t block_tokens(const Problem& problem, const Division& division) {
 }
 
 Grid grid(const Problem& problem, const Division& division, uint32_t max_shared_bytes) {
-  const uint32_t parts = division.blocks * division.block_parts;
-  const uint32_t sums = block_tokens(problem, division) * parts * problem.experts;
-  const uint32_t shared = kDeliveryBytes + sums * static_cast<uint32_t>(sizeof(float));
+  const uint32_t sums = division.block_parts * problem.tokens * problem.experts;
+  const uint32_t shared = sums * static_cast<uint32_t>(sizeof(float));
   if (shared > max_shared_bytes) {
     refuse("it takes " + std::to_string(shared) + " bytes of shared memory, this device has " +
            std::to_string(max_shared_bytes) + " for a block");

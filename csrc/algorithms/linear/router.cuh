@@ -1,8 +1,9 @@
 // Kernel of a router: the logits of few tokens, and the experts that each token gets (router.h).
 //
-// Shape. One cluster. Its blocks share the columns, so each byte of the weight is read by one block and x is read once
-// for each tile of 16 experts. A warp multiplies 16 experts with all tokens over its part of the columns, and delivers
-// the sums to the block that chooses the token's experts. There a warp has a token.
+// Shape. One cluster. Its blocks share the columns, so each byte of the weight is read by one block. A warp multiplies 16
+// experts with all tokens over its part of the columns, and leaves the sums in shared memory. Then the blocks share the
+// tokens. A warp adds up the parts of its token from the memory of all blocks, and chooses the token's experts. A block
+// ends when the others have read its sums.
 //
 // Early start. The weight is read before earlier grids of the stream have ended; x is not.
 //
@@ -45,45 +46,71 @@ LLM_COMM_DEVICE float sum_of_lanes(float value) {
   return value;
 }
 
-// Writes logits and experts of `token` from its sums, [part][expert]. Called by all lanes of a warp.
+// Keys of a lane's experts of a token: experts lane, lane + 32, and so on; 0 for those that there are not.
+using RouterKeys = uint32_t[router::kMaxExperts / kWarpThreads];
+
+// Adds up the sums of all parts, [part of a block][token][expert] in the shared memory of each block, and writes the
+// logits of `token`. Called by all lanes of a warp.
 template <DataType D>
-LLM_COMM_DEVICE void choose_experts(const RouterArgs& args, uint32_t token, const float* sums) {
+LLM_COMM_DEVICE void add_parts(const RouterArgs& args, uint32_t token, const float* sums, RouterKeys& keys) {
   using E = Element<D>;
-  constexpr uint32_t kOfLane = router::kMaxExperts / kWarpThreads;
+  constexpr uint32_t kTogether = 8;  // loads in flight
   const uint32_t lane = thread_index() % kWarpThreads;
   const uint32_t parts = args.division.blocks * args.division.block_parts;
-  uint32_t keys[kOfLane];
-  uint32_t most = 0;
+  const uint32_t block_parts_log2 = count_bits(args.division.block_parts - 1);
   LLM_COMM_UNROLL(16)
-  for (uint32_t i = 0; i < kOfLane; ++i) {
+  for (uint32_t i = 0; i < router::kMaxExperts / kWarpThreads; ++i) {
     const uint32_t expert = lane + i * kWarpThreads;
     keys[i] = 0;
     if (expert >= args.experts) continue;
     float logit = 0.0f;
-    for (uint32_t part = 0; part < parts; ++part) logit += sums[part * args.experts + expert];
+    LLM_COMM_UNROLL(1)
+    for (uint32_t first = 0; first < parts; first += kTogether) {
+      float of_part[kTogether];
+      LLM_COMM_UNROLL(8)
+      for (uint32_t k = 0; k < kTogether; ++k) {
+        const uint32_t part = (first + k) & (args.division.block_parts - 1);
+        const float* const from = sums + (part * args.tokens + token) * args.experts + expert;
+        of_part[k] = first + k < parts ? load_of_block(from, (first + k) >> block_parts_log2) : 0.0f;
+      }
+      LLM_COMM_UNROLL(8)
+      for (uint32_t k = 0; k < kTogether; ++k) {
+        if (first + k < parts) logit += of_part[k];
+      }
+    }
     if (args.bias != nullptr) logit += E::value(args.bias[expert]);
     const uint16_t bits = E::round(logit);
     args.logits[uint64_t{token} * args.experts + expert] = bits;
     keys[i] = RouterKey(bits, expert).key;
-    if (keys[i] > most) most = keys[i];
   }
-  const auto value_of = [](uint32_t key) { return E::value(RouterKey(key).bits()); };
-  const float largest = value_of(largest_of_lanes(most));
+}
+
+LLM_COMM_DEVICE uint32_t largest_key(const RouterKeys& keys) {
+  uint32_t most = 0;
+  LLM_COMM_UNROLL(16)
+  for (uint32_t i = 0; i < router::kMaxExperts / kWarpThreads; ++i) most = keys[i] > most ? keys[i] : most;
+  return largest_of_lanes(most);
+}
+
+// Writes the experts of `token` and their weights. Called by all lanes of a warp.
+template <DataType D>
+LLM_COMM_DEVICE void choose_experts(const RouterArgs& args, uint32_t token, RouterKeys& keys) {
+  const uint32_t lane = thread_index() % kWarpThreads;
+  const auto value_of = [](uint32_t key) { return Element<D>::value(RouterKey(key).bits()); };
+  uint32_t next = largest_key(keys);
+  const float largest = value_of(next);
   float total = 0.0f;
   LLM_COMM_UNROLL(16)
-  for (uint32_t i = 0; i < kOfLane; ++i) {
+  for (uint32_t i = 0; i < router::kMaxExperts / kWarpThreads; ++i) {
     if (!args.renormalize && keys[i] != 0) total += exponential(value_of(keys[i]) - largest);
   }
   uint32_t own = 0;  // lane k has the k-th expert
   LLM_COMM_UNROLL(1)
   for (uint32_t k = 0; k < args.top_k; ++k) {
-    most = 0;
-    LLM_COMM_UNROLL(16)
-    for (uint32_t i = 0; i < kOfLane; ++i) most = keys[i] > most ? keys[i] : most;
-    const uint32_t next = largest_of_lanes(most);
     if (lane == k) own = next;
     LLM_COMM_UNROLL(16)
-    for (uint32_t i = 0; i < kOfLane; ++i) keys[i] = keys[i] == next ? 0 : keys[i];
+    for (uint32_t i = 0; i < router::kMaxExperts / kWarpThreads; ++i) keys[i] = keys[i] == next ? 0 : keys[i];
+    next = largest_key(keys);
   }
   const float share = own != 0 ? exponential(value_of(own) - largest) : 0.0f;
   total = sum_of_lanes(args.renormalize ? share : total);
@@ -100,19 +127,7 @@ route_tokens(LLM_COMM_KERNEL_PARAM RouterArgs args) {
   const uint32_t warp = same_in_warp(thread_index() / kWarpThreads);
   const uint32_t lane = thread_index() % kWarpThreads;
   const router::Division& division = args.division;
-  auto* const delivery = shared_memory<uint64_t>();
-  float* const sums = shared_memory<float>() + router::kDeliveryBytes / sizeof(float);  // [token][part][expert]
-  const uint32_t parts = division.blocks * division.block_parts;
-  const uint32_t first_token = cluster_block_rank() * args.block_tokens;
-  uint32_t own_tokens = args.tokens > first_token ? args.tokens - first_token : 0;
-  if (own_tokens > args.block_tokens) own_tokens = args.block_tokens;
-  if (thread_index() == 0) {
-    const uint32_t values = own_tokens * parts * args.experts;
-    delivery_init(delivery, values, division.blocks);
-    delivery_expect(delivery, values, division.blocks);
-  }
-  cluster_arrive_relaxed();
-
+  float* const sums = shared_memory<float>();  // [part of the block][token][expert]
   const uint32_t tiles = (args.experts + router::kTileRows - 1) / router::kTileRows;
   const uint32_t part_of_block = division.block_parts == 1 ? 0 : warp / tiles;
   const uint32_t part = cluster_block_rank() * division.block_parts + part_of_block;
@@ -132,9 +147,7 @@ route_tokens(LLM_COMM_KERNEL_PARAM RouterArgs args) {
   const uint32_t first_tile = division.block_parts == 1 ? warp : warp % tiles;
   const uint32_t end_tile = part_of_block < division.block_parts ? tiles : 0;
   if (first_tile < end_tile) load_weights(first_tile, first_box);
-  cluster_wait();
-  if (division.blocks == 1) block_sync();  // for delivery_init()
-  grid_dependency_wait();                  // for x, and for who reads what the results hold
+  grid_dependency_wait();  // for x, and for who reads what the results hold
   grid_dependency_trigger();
 
   LLM_COMM_UNROLL(1)
@@ -170,18 +183,28 @@ route_tokens(LLM_COMM_KERNEL_PARAM RouterArgs args) {
         const uint32_t token = 8 * n + token_of(lane, i);
         const uint32_t expert = tile * router::kTileRows + row_of_sum(lane, i);
         if (token >= args.tokens || expert >= args.experts) continue;
-        const uint32_t owner = token / args.block_tokens;
-        float* const to = sums + ((token - owner * args.block_tokens) * parts + part) * args.experts + expert;
-        deliver(to, owner, products[n][0][i] + products[n][1][i], delivery, division.blocks);
+        sums[(part_of_block * args.tokens + token) * args.experts + expert] = products[n][0][i] + products[n][1][i];
       }
     }
   }
-  if (own_tokens == 0) return;
-  delivery_wait(delivery, 0);
+  cluster_arrive();
+  cluster_wait();
+  if (division.blocks == 1) block_sync();
+
+  const uint32_t first_token = cluster_block_rank() * args.block_tokens;
+  const uint32_t tokens = args.tokens < first_token + args.block_tokens ? args.tokens : first_token + args.block_tokens;
+  RouterKeys keys;
+  uint32_t token = first_token + warp;
+  if (token < tokens) add_parts<D>(args, token, sums, keys);
+  cluster_arrive();  // what other blocks have in shared memory has been read
   LLM_COMM_UNROLL(1)
-  for (uint32_t i = warp; i < own_tokens; i += router::kWarps) {
-    choose_experts<D>(args, first_token + i, sums + i * parts * args.experts);
+  while (token < tokens) {
+    choose_experts<D>(args, token, keys);
+    token += router::kWarps;
+    // Only where a block is alone: in a cluster a warp has one token at most.
+    if (token < tokens) add_parts<D>(args, token, sums, keys);
   }
+  cluster_wait();
 }
 
 template <OperandType F, DataType D>

@@ -21,7 +21,6 @@ inline constexpr uint32_t kThreads = kWarps * 32;
 inline constexpr uint32_t kTileRows = 16;  // experts whose logits a warp computes together
 // Blocks of the cluster on devices that have clusters: as many as all of them permit, so that ranks get the same bits.
 inline constexpr uint32_t kClusterBlocks = 8;
-inline constexpr uint32_t kDeliveryBytes = 16;  // of the mbarrier, before the parts of sums
 
 struct Problem {
   uint32_t tokens;
@@ -35,7 +34,7 @@ struct Problem {
 // How the columns are divided. A part is what one warp adds up of a logit.
 struct Division {
   uint32_t blocks;       // of the cluster
-  uint32_t block_parts;  // of each block
+  uint32_t block_parts;  // of each block, a power of two
   uint32_t part_boxes;   // tiles of a row (tiles.cuh); the last parts may have fewer or none
 };
 

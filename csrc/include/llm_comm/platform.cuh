@@ -13,7 +13,10 @@
 //                 first is divisible by `blocks`. Devices without clusters have clusters of 1 block.
 //                 cluster_index(): block_index() / blocks. cluster_block_rank(): block_index() % blocks.
 //                 cluster_arrive_relaxed(), cluster_wait(): the two halves of a barrier of all threads of the cluster.
-//                 The barrier publishes only delivery_init(), no other stores.
+//                 The barrier publishes only delivery_init(), no other stores. With cluster_arrive() as the first half
+//                 it publishes the thread's stores to shared memory, and the thread's loads have been done.
+//                 load_of_block(p, b): the float at p in the shared memory of block b of the cluster, which must not
+//                 have ended.
 //                 of_first_in_cluster(p): the word at p in the shared memory of the cluster's first block. All threads
 //                 of the cluster make the call, which is a barrier.
 // Delivery        mbarrier transactions: stores of floats into the shared memory of another block of the cluster,

@@ -88,6 +88,12 @@ LLM_COMM_DEVICE void cluster_arrive_relaxed() {
 #endif
 }
 
+LLM_COMM_DEVICE void cluster_arrive() {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("barrier.cluster.arrive.release;" ::: "memory");
+#endif
+}
+
 LLM_COMM_DEVICE void cluster_wait() {
 #if __CUDA_ARCH__ >= 900
   asm volatile("barrier.cluster.wait.acquire;" ::: "memory");
@@ -105,6 +111,19 @@ LLM_COMM_DEVICE uint32_t of_first_in_cluster(uint32_t* address) {
   asm volatile("barrier.cluster.arrive.release; barrier.cluster.wait.acquire;" ::: "memory");
 #endif
   return value;
+}
+
+LLM_COMM_DEVICE float load_of_block(const float* address, uint32_t block) {
+#if __CUDA_ARCH__ >= 900
+  float value;
+  asm volatile("{ .reg .u32 a; mapa.shared::cluster.u32 a, %1, %2; ld.shared::cluster.f32 %0, [a]; }"
+               : "=f"(value)
+               : "r"(static_cast<uint32_t>(__cvta_generic_to_shared(address))), "r"(block)
+               : "memory");
+  return value;
+#else
+  return *address;
+#endif
 }
 
 // mbarrier transactions (sm_90 and later). The cluster barrier would also work, but its release is a fence that waits

@@ -82,6 +82,7 @@ LLM_COMM_DEVICE bool any_lane(bool holds) {
 }
 
 LLM_COMM_DEVICE void cluster_arrive_relaxed() { emulator::cluster_barrier_arrive(); }
+LLM_COMM_DEVICE void cluster_arrive() { emulator::cluster_barrier_arrive(); }
 LLM_COMM_DEVICE void cluster_wait() { emulator::cluster_barrier_wait(); }
 
 // Address in block `block` of the cluster that corresponds to `address` in this block's shared memory.
@@ -90,6 +91,10 @@ LLM_COMM_DEVICE T* in_block(T* address, uint32_t block) {
   const auto& thread = emulator::self();
   const auto offset = reinterpret_cast<char*>(address) - static_cast<char*>(thread.shared_memory);
   return reinterpret_cast<T*>(static_cast<char*>(thread.cluster_shared_memory[block]) + offset);
+}
+
+LLM_COMM_DEVICE float load_of_block(const float* address, uint32_t block) {
+  return *in_block(const_cast<float*>(address), block);
 }
 
 LLM_COMM_DEVICE uint32_t of_first_in_cluster(uint32_t* address) {

@@ -61,6 +61,8 @@ LLM_COMM_DEVICE uint32_t block_count() { return amdgcn::implicit_arguments()->bl
 LLM_COMM_DEVICE uint32_t cluster_index() { return block_index(); }
 LLM_COMM_DEVICE uint32_t cluster_block_rank() { return 0; }
 LLM_COMM_DEVICE void cluster_arrive_relaxed() {}
+LLM_COMM_DEVICE void cluster_arrive() {}
+LLM_COMM_DEVICE float load_of_block(const float* address, uint32_t) { return *address; }
 LLM_COMM_DEVICE void cluster_wait() {}
 LLM_COMM_DEVICE uint32_t of_first_in_cluster(uint32_t* address) { return *address; }
 
