@@ -58,8 +58,8 @@ OF_ROUTER = (
         "sums of all parts are added",
         WRONG_RESULT,
         (
-            "for (uint32_t first = 0; first < parts;",
-            "for (uint32_t first = WITHOUT ? 1 : 0; first < parts;",
+            "for (uint32_t first = 0; begin * kWarpThreads",
+            "for (uint32_t first = WITHOUT ? 1 : 0; begin * kWarpThreads",
         ),
     ),
     _protection(

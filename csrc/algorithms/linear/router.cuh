@@ -54,34 +54,47 @@ using RouterKeys = uint32_t[router::kMaxExperts / kWarpThreads];
 template <DataType D>
 LLM_COMM_DEVICE void add_parts(const RouterArgs& args, uint32_t token, const float* sums, RouterKeys& keys) {
   using E = Element<D>;
-  constexpr uint32_t kTogether = 8;  // loads in flight
+  // Loads from other blocks take long: this many experts of this many parts are loaded at once.
+  constexpr uint32_t kExperts = 4, kParts = router::kClusterBlocks;
   const uint32_t lane = thread_index() % kWarpThreads;
   const uint32_t parts = args.division.blocks * args.division.block_parts;
   const uint32_t block_parts_log2 = count_bits(args.division.block_parts - 1);
-  LLM_COMM_UNROLL(16)
-  for (uint32_t i = 0; i < router::kMaxExperts / kWarpThreads; ++i) {
-    const uint32_t expert = lane + i * kWarpThreads;
-    keys[i] = 0;
-    if (expert >= args.experts) continue;
-    float logit = 0.0f;
+  LLM_COMM_UNROLL(4)
+  for (uint32_t begin = 0; begin < router::kMaxExperts / kWarpThreads; begin += kExperts) {
+    float logits[kExperts] = {};
     LLM_COMM_UNROLL(1)
-    for (uint32_t first = 0; first < parts; first += kTogether) {
-      float of_part[kTogether];
+    for (uint32_t first = 0; begin * kWarpThreads < args.experts && first < parts; first += kParts) {
+      float of_part[kParts][kExperts];
       LLM_COMM_UNROLL(8)
-      for (uint32_t k = 0; k < kTogether; ++k) {
-        const uint32_t part = (first + k) & (args.division.block_parts - 1);
-        const float* const from = sums + (part * args.tokens + token) * args.experts + expert;
-        of_part[k] = first + k < parts ? load_of_block(from, (first + k) >> block_parts_log2) : 0.0f;
+      for (uint32_t k = 0; k < kParts; ++k) {
+        const uint32_t wanted = first + k < parts ? first + k : parts - 1;
+        const uint32_t of_block = wanted & (args.division.block_parts - 1);
+        LLM_COMM_UNROLL(4)
+        for (uint32_t i = 0; i < kExperts; ++i) {
+          const uint32_t number = lane + (begin + i) * kWarpThreads;
+          const uint32_t expert = number < args.experts ? number : args.experts - 1;
+          of_part[k][i] = load_of_block(sums + (of_block * args.tokens + token) * args.experts + expert,
+                                        wanted >> block_parts_log2);
+        }
       }
       LLM_COMM_UNROLL(8)
-      for (uint32_t k = 0; k < kTogether; ++k) {
-        if (first + k < parts) logit += of_part[k];
+      for (uint32_t k = 0; k < kParts; ++k) {
+        LLM_COMM_UNROLL(4)
+        for (uint32_t i = 0; i < kExperts; ++i) {
+          if (first + k < parts) logits[i] += of_part[k][i];
+        }
       }
     }
-    if (args.bias != nullptr) logit += E::value(args.bias[expert]);
-    const uint16_t bits = E::round(logit);
-    args.logits[uint64_t{token} * args.experts + expert] = bits;
-    keys[i] = RouterKey(bits, expert).key;
+    LLM_COMM_UNROLL(4)
+    for (uint32_t i = 0; i < kExperts; ++i) {
+      const uint32_t expert = lane + (begin + i) * kWarpThreads;
+      keys[begin + i] = 0;
+      if (expert >= args.experts) continue;
+      if (args.bias != nullptr) logits[i] += E::value(args.bias[expert]);
+      const uint16_t bits = E::round(logits[i]);
+      args.logits[uint64_t{token} * args.experts + expert] = bits;
+      keys[begin + i] = RouterKey(bits, expert).key;
+    }
   }
 }
 
