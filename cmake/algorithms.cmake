@@ -22,6 +22,9 @@ set(LLM_COMM_WORLDS kEven kOdd)
 set(LLM_COMM_LINEAR_TYPES kBFloat16/kBFloat16/false kFloat16/kFloat16/false kFloat8/kBFloat16/false
     kFloat8/kFloat16/false kFloat8/kBFloat16/true kFloat8/kFloat16/true)
 set(LLM_COMM_LINEAR_WEIGHT_PARTS 1 2)
+# Host code of linear layers, experts and routers.
+set(LLM_COMM_LINEAR_HOST experts.cpp layer.cpp router.cpp)
+list(TRANSFORM LLM_COMM_LINEAR_HOST PREPEND "${LLM_COMM_CSRC}/algorithms/linear/")
 set(LLM_COMM_ALGORITHM_LISTS "${LLM_COMM_CSRC}/algorithms/registry.def" "${LLM_COMM_CSRC}/optional/registry.def"
     ${LLM_COMM_EXTRA_ALGORITHMS})
 

@@ -45,7 +45,7 @@ target_compile_definitions(llm_comm_deterministic PRIVATE LLM_COMM_EMULATOR=1 LL
 set_source_files_properties(${LLM_COMM_EMULATED_KERNELS} PROPERTIES COMPILE_OPTIONS "${LLM_COMM_QUICK_TO_COMPILE}")
 
 # What the Python module and the NCCL library share.
-add_library(llm_comm_host STATIC ${LLM_COMM_HOST_SOURCES} ${LLM_COMM_TABLE_SOURCES} ${LLM_COMM_EMULATED_KERNELS})
+add_library(llm_comm_host STATIC ${LLM_COMM_HOST_SOURCES} ${LLM_COMM_LINEAR_HOST} ${LLM_COMM_TABLE_SOURCES} ${LLM_COMM_EMULATED_KERNELS})
 # UCX is loaded at run time, by name.
 target_link_libraries(llm_comm_host PUBLIC llm_comm_headers llm_comm_emulator ${CMAKE_DL_LIBS})
 
