@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from llm_comm import _core
-from llm_comm.operations.one_rank import OneRank, aligned, why_not_sizes
+from llm_comm.operations.one_rank import FewTokens, aligned, why_not_sizes
 from llm_comm.operations.operands import Operands, attempt, delivered, output_for, why_not_buffer, why_not_out
 
 _EPILOGUES: dict[str, _core.Epilogue] = {"silu": "silu_and_mul", "gelu_tanh": "gelu_tanh_and_mul"}
@@ -17,7 +17,7 @@ _CHOICE = {"topk_weights": torch.float32, "topk_ids": torch.int32}
 _OPERANDS = Operands("fused_experts", ("x", *_WEIGHTS, "topk_weights", "topk_ids"), ("out",))
 
 
-class Experts(OneRank):
+class Experts(FewTokens):
     """Experts of one communicator."""
 
     name = "fused_experts"

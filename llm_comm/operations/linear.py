@@ -14,9 +14,10 @@ from typing import Any, NamedTuple
 
 import torch
 
-from llm_comm import _core, arrays, registry
+from llm_comm import _core, arrays
 from llm_comm.errors import LlmCommError, UnsupportedInputError
 from llm_comm.operations.fp8 import FP8, Scaling
+from llm_comm.operations.one_rank import OneRank
 from llm_comm.operations.operands import (
     ALIGNMENT,
     Operands,
@@ -27,7 +28,7 @@ from llm_comm.operations.operands import (
     why_not_operand,
     why_not_out,
 )
-from llm_comm.operations.operation import TORCH_TYPES, keep, within_range
+from llm_comm.operations.operation import keep
 from llm_comm.planning.layers import (
     LINEAR,
     LINEAR_GELU_TANH_AND_MUL,
@@ -36,10 +37,8 @@ from llm_comm.planning.layers import (
     of_factors,
     takes_features,
 )
-from llm_comm.planning.plan import NONE
 from llm_comm.planning.planner import Planner
 from llm_comm.runtime.core_handle import CoreHandle
-from llm_comm.runtime.devices import current_stream_of
 
 logger = logging.getLogger("llm_comm")
 
@@ -48,10 +47,6 @@ _Tensor = torch.Tensor
 _strided = torch.strided
 _is_grad_enabled = torch.is_grad_enabled
 
-#: Data types of results, and of operands unless they are FP8. Must equal ``serves`` in csrc/algorithms/linear/layer.h.
-_SERVED = ("bf16", "fp16")
-#: Name of the algorithm of all layers in statistics and NVTX ranges.
-_ALGORITHM = "linear"
 #: Parameter name of the layer's weight in each operation. Other operations call it ``linear_weight``.
 _WEIGHTS = {
     LINEAR: "weight",
@@ -73,7 +68,7 @@ class PreparedLinear(NamedTuple):
     dtype: torch.dtype
 
 
-class Linear:
+class Linear(OneRank):
     """Linear layers of one communicator, for one epilogue. Other ranks take no part.
 
     Args:
@@ -84,21 +79,17 @@ class Linear:
         many_tokens: Serve up to 2**20 tokens instead of 64. Not for FP8 operands.
     """
 
+    algorithm = "linear"
+
     def __init__(
         self, handle: CoreHandle, planner: Planner, epilogue: _core.Epilogue = "none", many_tokens: bool = False
     ) -> None:
-        self._handle = handle
-        self._planner = planner
+        super().__init__(handle, planner)
         self._epilogue = epilogue
         self._most_tokens = _core.linear_max_many_tokens if many_tokens else _core.linear_max_tokens
         self._name = LINEAR if epilogue == "none" else f"linear_{epilogue}"
         #: Rows of the weight for each output.
         self._parts = 1 if epilogue == "none" else 2
-        self._device = handle.device
-        self._current_stream = current_stream_of(handle.device)
-        numbers = {name: number for number, name in enumerate(registry.data_types())}
-        #: Number in the core of each data type that has kernels.
-        self._data_types = {TORCH_TYPES[name]: numbers[name] for name in _SERVED}
         #: This device and build have kernels for FP8 operands.
         self.has_fp8 = handle.core().multiplies_fp8()
         #: Prepared layers by shapes of x and weight, and dtype of x or ``Scaling.kind``.
@@ -313,14 +304,14 @@ class Linear:
             dtype = result_type(x, scaling)
             shape = (*x.shape[:-1], outputs)
             elements = math.prod(shape)
-            kind = self._name, elements * dtype.itemsize, _ALGORITHM, NONE
-            counter = self._handle.statistics.counter(*kind)
             scales = {} if scaling is None else {"scales": scaling.whose(x, rows)}
             if scaling is not None and _core.SCALE_OF_BLOCK in scales["scales"]:
                 scales["x_scale_strides"] = scaling.strides_of_blocks()
-            run = self._prepare_by_table(tokens, inputs, outputs, dtype, scales, counter)
-            if self._planner.config.nvtx:
-                run = within_range(run, self._device, *kind)
+            run = self._counted(
+                self._name,
+                elements * dtype.itemsize,
+                lambda counter: self._prepare_by_table(tokens, inputs, outputs, dtype, scales, counter),
+            )
             prepared = PreparedLinear(run, shape, elements, dtype)
             keep(self._prepared, key, prepared)
         return prepared

@@ -1,4 +1,4 @@
-"""Base class of operations on few tokens in which no other rank takes part."""
+"""Base classes of operations in which no other rank takes part."""
 
 from __future__ import annotations
 
@@ -17,19 +17,21 @@ from llm_comm.planning.planner import Planner
 from llm_comm.runtime.core_handle import CoreHandle
 from llm_comm.runtime.devices import current_stream_of
 
+#: Makes a function of the core that counts its calls.
+_Prepare = Callable[[_core.Counter], Callable[..., bool]]
+#: Data types of results. Must equal ``serves`` in csrc/algorithms/linear/layer.h.
 _SERVED = ("bf16", "fp16")
 
 
 class OneRank:
-    """An operation of one communicator, for bfloat16 and float16.
+    """An operation of one communicator, with results in bfloat16 and float16.
 
     Args:
         handle: Handle of the core that launches it.
         planner: Planner of the communicator.
     """
 
-    #: Name of the method of ``Communicator``, and of the algorithm in statistics and NVTX ranges.
-    name: str
+    #: Name of the algorithm in statistics and NVTX ranges.
     algorithm: str
 
     def __init__(self, handle: CoreHandle, planner: Planner) -> None:
@@ -38,7 +40,31 @@ class OneRank:
         self._device = handle.device
         self._current_stream = current_stream_of(handle.device)
         numbers = {name: number for number, name in enumerate(registry.data_types())}
+        #: Number in the core of each data type that has kernels.
         self._data_types = {TORCH_TYPES[name]: numbers[name] for name in _SERVED}
+
+    def _counted(self, name: str, nbytes: int, prepare: _Prepare) -> Callable[..., bool]:
+        """Return the function of the core that ``prepare`` makes, with a counter of its calls, within an NVTX range if
+        these are on.
+
+        Args:
+            name: Operation, for statistics.
+            nbytes: Size of the message, for statistics.
+            prepare: Called with the counter.
+        """
+        kind = name, nbytes, self.algorithm, NONE
+        run = prepare(self._handle.statistics.counter(*kind))
+        return within_range(run, self._device, *kind) if self._planner.config.nvtx else run
+
+
+class FewTokens(OneRank):
+    """An operation on few tokens, for bfloat16 and float16. Args: as of ``OneRank``."""
+
+    #: Name of the method of ``Communicator``.
+    name: str
+
+    def __init__(self, handle: CoreHandle, planner: Planner) -> None:
+        super().__init__(handle, planner)
         #: Functions of the core by shapes, dtype and settings.
         self._prepared: dict[tuple[Any, ...], Callable[..., bool]] = {}
 
@@ -107,9 +133,7 @@ class OneRank:
         self._handle.statistics.decline(self.name, why)
         raise UnsupportedInputError(f"{self.name}: {why}")
 
-    def _prepare(
-        self, key: tuple[Any, ...], nbytes: int, prepare: Callable[[_core.Counter], Callable[..., bool]]
-    ) -> Callable[..., bool]:
+    def _prepare(self, key: tuple[Any, ...], nbytes: int, prepare: _Prepare) -> Callable[..., bool]:
         """Return the function of the core for ``key``. ``prepare`` makes it; ``nbytes`` is the size for statistics.
 
         Raises:
@@ -117,13 +141,10 @@ class OneRank:
         """
         run = self._prepared.get(key)
         if run is None:
-            kind = self.name, nbytes, self.algorithm, NONE
             try:
-                run = prepare(self._handle.statistics.counter(*kind))
+                run = self._counted(self.name, nbytes, prepare)
             except ValueError as error:  # more shared memory than the device has
                 self._refuse(str(error))
-            if self._planner.config.nvtx:
-                run = within_range(run, self._device, *kind)
             keep(self._prepared, key, run)
         return run
 

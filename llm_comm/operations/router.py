@@ -8,11 +8,11 @@ from typing import Any
 import torch
 
 from llm_comm.errors import quoted
-from llm_comm.operations.one_rank import OneRank, aligned, why_not_sizes
+from llm_comm.operations.one_rank import FewTokens, aligned, why_not_sizes
 from llm_comm.operations.operands import attempt
 
 
-class Router(OneRank):
+class Router(FewTokens):
     """Routers of one communicator."""
 
     name = "moe_route"

@@ -96,7 +96,7 @@ LLM_COMM_DEVICE uint32_t find_groups(const ExpertsArgs& args, const ExpertsMemor
   for (uint32_t i = 0; i < kOfThread; ++i) {
     const uint32_t e = first + i;
     rows[i] = e < args.experts ? count_bits(tokens[2 * e]) + count_bits(tokens[2 * e + 1]) : 0;
-    own += (rows[i] + Rows - 1) / Rows;
+    own += divide_up(rows[i], Rows);
   }
   uint32_t of_warp = 0;
   uint32_t group = sum_of_lanes_before(own, of_warp);

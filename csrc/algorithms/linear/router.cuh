@@ -24,9 +24,8 @@ namespace llm_comm::inline LLM_COMM_TARGET {
 // Key of an expert with a logit of these bits. Keys ascend with the logit, and of equal ones descend with the expert.
 // No key is 0.
 struct RouterKey {
-  uint32_t key = 0;
+  uint32_t key;
 
-  RouterKey() = default;
   LLM_COMM_DEVICE explicit RouterKey(uint32_t word) : key(word) {}
   LLM_COMM_DEVICE RouterKey(uint16_t bits, uint32_t expert) {
     const uint32_t value = bits == 0x8000 ? 0 : bits;  // both zeros are equal
@@ -141,7 +140,7 @@ route_tokens(LLM_COMM_KERNEL_PARAM RouterArgs args) {
   const uint32_t lane = thread_index() % kWarpThreads;
   const router::Division& division = args.division;
   float* const sums = shared_memory<float>();  // [part of the block][token][expert]
-  const uint32_t tiles = (args.experts + router::kTileRows - 1) / router::kTileRows;
+  const uint32_t tiles = divide_up(args.experts, router::kTileRows);
   const uint32_t part_of_block = division.block_parts == 1 ? 0 : warp / tiles;
   const uint32_t part = cluster_block_rank() * division.block_parts + part_of_block;
   const uint32_t boxes = args.row_bytes / kBoxRowBytes;
