@@ -13,7 +13,6 @@ from __future__ import annotations
 import dataclasses
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -180,13 +179,15 @@ def run_ranks(placement: Placement, command: Sequence[str]) -> int:
     Returns:
         0, or the exit status of the first rank seen to fail (128 + n if signal n killed it).
     """
-    port = _free_port()
+    # The ranks meet at a store of this process, as those of torchrun do. A free port that rank 0 opens seconds later may be
+    # taken by then.
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     ranks: list[subprocess.Popen[bytes]] = []
     previous = signal.signal(signal.SIGTERM, _exit_on_signal)
     bound = [sys.executable, "-I", "-S", "-c", _DIE_WITH_LAUNCHER, str(os.getpid()), *command]
     try:
         for index in range(placement.world):
-            ranks.append(subprocess.Popen(bound, env=_rank_environment(placement, index, port)))
+            ranks.append(subprocess.Popen(bound, env=_rank_environment(placement, index, store.port)))
         return _wait(ranks)
     finally:
         _stop(ranks)
@@ -195,12 +196,6 @@ def run_ranks(placement: Placement, command: Sequence[str]) -> int:
 
 def _exit_on_signal(number: int, _frame: FrameType | None) -> None:
     sys.exit(128 + number)
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 def _rank_environment(placement: Placement, index: int, port: int) -> dict[str, str]:
@@ -212,6 +207,7 @@ def _rank_environment(placement: Placement, index: int, port: int) -> dict[str, 
         LOCAL_WORLD_SIZE=str(placement.world),
         MASTER_ADDR="127.0.0.1",
         MASTER_PORT=str(port),
+        TORCHELASTIC_USE_AGENT_STORE="True",
     )
     # All ranks are on this host. Otherwise gloo would resolve the host's name, which often fails in containers.
     environment.setdefault("GLOO_SOCKET_IFNAME", "lo")

@@ -125,9 +125,11 @@ def test_numbers_of_containers_are_not_those_of_ranks(monkeypatch: pytest.Monkey
 
 def test_ranks_get_the_environment_of_torchrun(tmp_path: Path) -> None:
     names = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+    # The store listens before a rank starts, so no other program can have taken its port.
     script = (
-        "import os, pathlib, sys; pathlib.Path(sys.argv[1], os.environ['RANK'])"
-        f".write_text(' '.join(os.environ[n] for n in {names!r}))"
+        "import os, pathlib, socket, sys; pathlib.Path(sys.argv[1], os.environ['RANK'])"
+        f".write_text(' '.join(os.environ[n] for n in {names!r}));"
+        "socket.create_connection((os.environ['MASTER_ADDR'], int(os.environ['MASTER_PORT'])), timeout=30)"
     )
     assert launch.run_ranks(EMULATED, [sys.executable, "-c", script, str(tmp_path)]) == 0
     found = [(tmp_path / str(rank)).read_text().split() for rank in range(3)]
