@@ -8,7 +8,7 @@
 #   kernels_<descriptor>.cpp                the same for the emulator
 #   linear_<operands>_<type>_<parts>.cu, .cpp   kernels of linear layers, of one type of operands and of results, and number of parts of the weight
 #   linear_<operands>_<type>_<parts>_blocks.cu, .cpp   the same with scales of blocks
-#   experts_<type>.cu, .cpp             kernels of experts and of their router
+#   experts_<operands>_<type>.cu, .cpp             kernels of experts and of their router
 #
 # llm_comm_algorithm_sources(<list variable> cu|cpp) and llm_comm_linear_sources name the sources to compile; include directories are csrc,
 # csrc/include and <build>/generated. The files that a list names are relative to its own directory, or to csrc.
@@ -183,8 +183,12 @@ template struct LinearKernels<OperandType::${operands}, DataType::${type}, ${par
 ")
       list(APPEND sources "${source}")
     endforeach()
-    if(operands STREQUAL type)
-      set(source "${LLM_COMM_GENERATED}/algorithms/experts_${type}.${extension}")
+    if(NOT block_scales)
+      set(router "")
+      if(operands STREQUAL type)
+        set(router "template struct RouterKernels<OperandType::${operands}, DataType::${type}>;\n")
+      endif()
+      set(source "${LLM_COMM_GENERATED}/algorithms/experts_${operands}_${type}.${extension}")
       llm_comm_write("${source}"
 "// Written by cmake/algorithms.cmake.
 #include \"algorithms/linear/experts.cuh\"
@@ -193,8 +197,7 @@ template struct LinearKernels<OperandType::${operands}, DataType::${type}, ${par
 namespace llm_comm::inline LLM_COMM_TARGET {
 
 template struct ExpertsKernels<OperandType::${operands}, DataType::${type}>;
-template struct RouterKernels<OperandType::${operands}, DataType::${type}>;
-
+${router}
 }  // namespace llm_comm::inline LLM_COMM_TARGET
 ")
       list(APPEND sources "${source}")

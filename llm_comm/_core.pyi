@@ -372,7 +372,8 @@ class Core:
         **problem: Unpack[_LinearProblem],
     ) -> Callable[..., bool]: ...
     # Experts of few tokens, two launches. The function takes the addresses of x, gate_up_weight, down_weight, topk_ids,
-    # topk_weights, the state between the layers, out, and a stream. Choices: tilings of the two layers.
+    # topk_weights, the state between the layers, out, the scales of both weights (0: none), and a stream. Choices:
+    # tilings of the two layers. scale_strides: those of both scales, if weights are FP8.
     def prepare_experts(
         self,
         *,
@@ -385,6 +386,8 @@ class Core:
         epilogue: Epilogue,
         gate_up: LinearChoice = ...,
         down: LinearChoice = ...,
+        scaling_factor: float = 1.0,
+        scale_strides: Sequence[Sequence[int]] | None = None,
         counter: Counter | None = None,
     ) -> Callable[..., bool]: ...
     # Router of experts, one launch. The function takes the addresses of x, weight, bias (0: none), logits,

@@ -33,6 +33,7 @@ using llm_comm::python::data_type_at;
 using llm_comm::python::LayerScales;
 using llm_comm::python::linear_problem;
 using llm_comm::python::ScaleStrides;
+using ExpertScaleStrides = llm_comm::experts::ScaleStrides;
 
 namespace {
 
@@ -222,17 +223,24 @@ PYBIND11_MODULE(_core, module) {
           "prepare_experts",
           [](py::object core, uint32_t tokens, uint32_t top_k, uint32_t experts, uint32_t hidden, uint32_t intermediate,
              uint32_t data_type, const std::string& epilogue, const LinearChoice& gate_up_choice,
-             const LinearChoice& down_choice, const std::optional<Counter>& counter) {
+             const LinearChoice& down_choice, float scaling_factor,
+             const std::optional<std::array<ExpertScaleStrides, 2>>& scale_strides,
+             const std::optional<Counter>& counter) {
             const LinearProblem gate_up = linear_problem(tokens, hidden, intermediate, data_type, epilogue, {});
-            CountedCall call{core.cast<Core&>().prepare_experts(
-                                 {tokens, top_k, experts, hidden, intermediate, gate_up.type, gate_up.epilogue},
-                                 gate_up_choice, down_choice),
-                             counter};
-            return as_function(std::move(core), std::move(call), llm_comm::experts::kBuffers, 0);
+            const OperandType weights = scale_strides ? OperandType::kFloat8 : gate_up.operands;
+            const auto [gate_up_strides, down_strides] = scale_strides.value_or(std::array<ExpertScaleStrides, 2>{});
+            CountedCall call{
+                core.cast<Core&>().prepare_experts({tokens, top_k, experts, hidden, intermediate, gate_up.type, weights,
+                                                    gate_up.epilogue, scaling_factor, gate_up_strides,
+                                                    down_strides},
+                                                   gate_up_choice, down_choice),
+                counter};
+            return as_function(std::move(core), std::move(call), llm_comm::experts::kBuffers,
+                               llm_comm::experts::kOptionalBuffers);
           },
           py::kw_only(), py::arg("tokens"), py::arg("top_k"), py::arg("experts"), py::arg("hidden"),
           py::arg("intermediate"), py::arg("data_type"), py::arg("epilogue"), py::arg("gate_up") = LinearChoice{},
-          py::arg("down") = LinearChoice{}, py::arg("counter") = py::none())
+          py::arg("down") = LinearChoice{}, py::arg("scaling_factor") = 1.0f, py::arg("scale_strides") = py::none(), py::arg("counter") = py::none())
       .def(
           "prepare_router",
           [](py::object core, uint32_t tokens, uint32_t experts, uint32_t top_k, uint32_t hidden, uint32_t data_type,

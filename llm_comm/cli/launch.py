@@ -179,9 +179,9 @@ def run_ranks(placement: Placement, command: Sequence[str]) -> int:
     Returns:
         0, or the exit status of the first rank seen to fail (128 + n if signal n killed it).
     """
-    # The ranks meet at a store of this process, as those of torchrun do. A free port that rank 0 opens seconds later may be
-    # taken by then.
-    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    # The ranks meet at a store of this process, as those of torchrun do. A free port that rank 0 opens seconds later
+    # may be taken by then.
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # type: ignore[attr-defined]
     ranks: list[subprocess.Popen[bytes]] = []
     previous = signal.signal(signal.SIGTERM, _exit_on_signal)
     bound = [sys.executable, "-I", "-S", "-c", _DIE_WITH_LAUNCHER, str(os.getpid()), *command]

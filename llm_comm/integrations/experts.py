@@ -5,12 +5,15 @@ batch size before they capture it. The first such run times the engine's kernels
 several calls of that layer. Each call has experts chosen at random, so most of their weights come from device memory.
 Each rank decides for itself: its part of the sum is right by either kernel. Batches that were not measured are the
 engine's.
+
+FP8 weights have float32 scales, of blocks of 128 x 128 or one for each expert. Kernels of the engines quantize the
+tokens as well. llm_comm does not, so scales that a model gives for tokens are not used.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -21,6 +24,7 @@ from llm_comm.bench.layer_chains import time_chain
 from llm_comm.config import EngineOptions
 from llm_comm.errors import CommunicatorError
 from llm_comm.integrations.engine_config import seconds_at_start
+from llm_comm.operations.fp8 import GROUP_SIZE
 
 #: Calls of a graph that is timed.
 _CALLS = 8
@@ -37,8 +41,24 @@ class Batch(NamedTuple):
     topk_ids: torch.Tensor
 
 
+class Weights(NamedTuple):
+    """Operands of ``Communicator.fused_experts`` that belong to the layer. Scales are None without quantization."""
+
+    gate_up: torch.Tensor
+    down: torch.Tensor
+    gate_up_scale: torch.Tensor | None = None
+    down_scale: torch.Tensor | None = None
+    #: Factor of the sum of a token's experts.
+    routed_scaling_factor: float = 1.0
+
+    def kind(self) -> tuple[Any, ...]:
+        """Return what the time of a call depends on, apart from the batch."""
+        scale = self.down_scale
+        return self.gate_up.shape, self.down.shape, self.gate_up.dtype, None if scale is None else scale.stride()
+
+
 #: A call of the experts of a layer for a batch. None: declined.
-Compute = Callable[[Any, Batch], Any]
+Compute = Callable[[Batch], Any]
 
 
 def are_wanted(config: EngineOptions, device: torch.device) -> bool:
@@ -54,14 +74,49 @@ def about(config: EngineOptions) -> str:
     return f"; experts of up to {_core.linear_max_tokens} tokens by llm_comm{where} (fuse_experts)"
 
 
-def computed(compute: Callable[..., torch.Tensor | None], layer: Any, batch: Batch) -> torch.Tensor | None:
-    """Call ``fused_experts`` of an integration's communicator, with the names that both engines give the weights."""
+def unquantized(layer: Any) -> Weights:
+    """Return the weights of a layer, by the names that both engines give them."""
+    return Weights(layer.w13_weight, layer.w2_weight)
+
+
+def scaled(layer: Any, block: Sequence[int] | None) -> Weights | None:
+    """Return the FP8 weights of a layer with their scales; None if llm_comm cannot compute with the scales.
+
+    Args:
+        layer: Layer with the names that both engines give weights and scales.
+        block: Rows and columns of a block that has a scale; None: each expert's weight has one scale.
+    """
+    if block is not None and tuple(block) != (GROUP_SIZE, GROUP_SIZE):
+        return None
+    gate_up, down = unquantized(layer)[:2]
+    suffix = "scale" if block is None else "scale_inv"
+    scales = []
+    for weight, name in ((gate_up, "w13_weight"), (down, "w2_weight")):
+        scale = getattr(layer, f"{name}_{suffix}", None)
+        if scale is None or scale.dtype is not torch.float32:
+            return None
+        # detach returns a plain tensor.
+        scale, experts = scale.detach(), len(weight)
+        of_blocks = experts, *(size // GROUP_SIZE for size in weight.shape[1:])
+        if block is None and scale.shape == (experts,):
+            scale = scale.view(experts, 1, 1).expand(of_blocks)
+        if scale.shape != of_blocks:  # packed for another kernel, or gate and up have a scale each
+            return None
+        scales.append(scale)
+    return Weights(gate_up, down, *scales)
+
+
+def computed(compute: Callable[..., torch.Tensor | None], weights: Weights, batch: Batch) -> torch.Tensor | None:
+    """Call ``fused_experts`` of an integration's communicator."""
+    scales = {"gate_up_scale": weights.gate_up_scale, "down_scale": weights.down_scale}
     return compute(
         batch.x,
-        layer.w13_weight,
-        down_weight=layer.w2_weight,
+        weights.gate_up,
+        down_weight=weights.down,
         topk_weights=batch.topk_weights,
         topk_ids=batch.topk_ids,
+        **(scales if weights.down_scale is not None else {}),
+        routed_scaling_factor=weights.routed_scaling_factor,
     )
 
 
@@ -76,14 +131,14 @@ class Choice:
 
     def __init__(self, measures: bool, engine: str, log: logging.Logger) -> None:
         self._measures, self._engine, self._log = measures, engine, log
-        #: By shapes and dtype of the weights, and the numbers of tokens and of experts of a token.
+        #: By the kind of the weights, the dtype of tokens, and the numbers of tokens and of experts of a token.
         self._is_faster: dict[tuple[Any, ...], bool] = {}
 
-    def is_ours(self, layer: Any, batch: Batch, experts: int, theirs: Compute, ours: Compute) -> bool:
+    def is_ours(self, weights: Weights, batch: Batch, experts: int, theirs: Compute, ours: Compute) -> bool:
         """Return whether llm_comm computes a batch, after a measurement if one is due and can be made.
 
         Args:
-            layer: Layer with ``w13_weight`` and ``w2_weight``.
+            weights: Weights of the layer.
             batch: The batch, on the current stream.
             experts: Number of experts that the router chooses from. Those that this rank lacks have the number -1.
             theirs, ours: Calls that compute it.
@@ -93,25 +148,25 @@ class Choice:
             return True
         if not 1 <= len(x) <= _core.linear_max_tokens:
             return False
-        key = (layer.w13_weight.shape, layer.w2_weight.shape, x.dtype, *ids.shape)
+        key = (*weights.kind(), x.dtype, *ids.shape)
         if key not in self._is_faster:
             if x.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
                 return False
-            self._is_faster[key] = self._measure(layer, batch, experts, theirs, ours)
+            self._is_faster[key] = self._measure(weights, batch, experts, theirs, ours)
         return self._is_faster[key]
 
-    def _measure(self, layer: Any, batch: Batch, experts: int, theirs: Compute, ours: Compute) -> bool:
+    def _measure(self, weights: Weights, batch: Batch, experts: int, theirs: Compute, ours: Compute) -> bool:
         """Time both kernels with batches of experts chosen at random, and return whether llm_comm is faster."""
         tokens, device = len(batch.x), batch.x.device
 
         def ours_or_error(batch: Batch) -> None:
-            if ours(layer, batch) is None:
+            if ours(batch) is None:
                 raise RuntimeError("one is declined")
 
         try:
             random = torch.Generator(device).manual_seed(1)  # the engine's draws stay as they are
-            batches = [_drawn(batch, experts, len(layer.w2_weight), random) for _ in range(_CALLS)]
-            their_us = time_chain(lambda drawn: theirs(layer, drawn), batches, _REPS, device)
+            batches = [_drawn(batch, experts, len(weights.down), random) for _ in range(_CALLS)]
+            their_us = time_chain(theirs, batches, _REPS, device)
             our_us = time_chain(ours_or_error, batches, _REPS, device)
         except CommunicatorError:
             raise

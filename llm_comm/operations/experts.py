@@ -2,19 +2,34 @@
 
 from __future__ import annotations
 
+import math
 from functools import partial
 from typing import Any
 
 import torch
 
 from llm_comm import _core
+from llm_comm.errors import quoted
+from llm_comm.operations.fp8 import FP8, GROUP_SIZE
 from llm_comm.operations.one_rank import FewTokens, aligned, why_not_sizes
-from llm_comm.operations.operands import Operands, attempt, delivered, output_for, why_not_buffer, why_not_out
+from llm_comm.operations.operands import (
+    PLAIN_WEIGHTS,
+    Operands,
+    attempt,
+    delivered,
+    output_for,
+    why_not_buffer,
+    why_not_operand,
+    why_not_out,
+)
+from llm_comm.planning.planner import Planner
+from llm_comm.runtime.core_handle import CoreHandle
 
 _EPILOGUES: dict[str, _core.Epilogue] = {"silu": "silu_and_mul", "gelu_tanh": "gelu_tanh_and_mul"}
 _WEIGHTS = ("gate_up_weight", "down_weight")
+_SCALES = ("gate_up_scale", "down_scale")
 _CHOICE = {"topk_weights": torch.float32, "topk_ids": torch.int32}
-_OPERANDS = Operands("fused_experts", ("x", *_WEIGHTS, "topk_weights", "topk_ids"), ("out",))
+_OPERANDS = Operands("fused_experts", ("x", *_WEIGHTS, "topk_weights", "topk_ids", *_SCALES), ("out",))
 
 
 class Experts(FewTokens):
@@ -22,6 +37,10 @@ class Experts(FewTokens):
 
     name = "fused_experts"
     algorithm = "experts"
+
+    def __init__(self, handle: CoreHandle, planner: Planner) -> None:
+        super().__init__(handle, planner)
+        self._has_fp8 = handle.core().multiplies_fp8()
 
     def run(
         self,
@@ -32,21 +51,27 @@ class Experts(FewTokens):
         topk_ids: torch.Tensor,
         out: Any = None,
         activation: str = "silu",
+        gate_up_scale: torch.Tensor | None = None,
+        down_scale: torch.Tensor | None = None,
+        routed_scaling_factor: float = 1.0,
     ) -> torch.Tensor:
         """Run ``Communicator.fused_experts``."""
+        scales = gate_up_scale, down_scale
         operands = x, gate_up_weight, down_weight, topk_weights, topk_ids
-        self._check(
-            self.why_not(*operands, activation), dict(zip(_OPERANDS.reads, operands, strict=True)), weights=_WEIGHTS
-        )
+        given = dict(zip(_OPERANDS.reads, operands, strict=False))
+        given |= {name: scale for name, scale in zip(_SCALES, scales, strict=True) if scale is not None}
+        why = self.why_not(*operands, activation, *scales, routed_scaling_factor)
+        self._check(why, given, weights=_WEIGHTS)
         if out is not None:
             why = why_not_out(out, x.shape, x.dtype, self._device) or why_not_buffer(out, self._device)
             if why:
                 self._refuse(why)
-            _OPERANDS.check_written(*operands, out)
+            _OPERANDS.check_written(*operands, *scales, out)
         experts, hidden, intermediate = down_weight.shape
         tokens, top_k = topk_ids.shape
+        strides = None if gate_up_scale is None else tuple(scale.stride() for scale in scales if scale is not None)
         run = self._prepare(
-            (x.shape, down_weight.shape, top_k, x.dtype, activation),
+            (x.shape, down_weight.shape, top_k, x.dtype, activation, strides, routed_scaling_factor),
             x.nbytes,
             lambda counter: self._handle.core().prepare_experts(
                 tokens=tokens,
@@ -56,14 +81,16 @@ class Experts(FewTokens):
                 intermediate=intermediate,
                 data_type=self._data_types[x.dtype],
                 epilogue=_EPILOGUES[activation],
+                scaling_factor=routed_scaling_factor,
+                scale_strides=strides,
                 counter=counter,
             ),
         )
         x = aligned(x)
         y = output_for(out, partial(torch.empty_like, x))
         state = x.new_empty((tokens * top_k, intermediate))
-        buffers = x, gate_up_weight, down_weight, topk_ids, topk_weights, state, y
-        self._enqueue(run, *(tensor.data_ptr() for tensor in buffers))
+        buffers = x, gate_up_weight, down_weight, topk_ids, topk_weights, state, y, *scales
+        self._enqueue(run, *(0 if tensor is None else tensor.data_ptr() for tensor in buffers))
         return delivered(y, out)
 
     def why_not(
@@ -74,16 +101,42 @@ class Experts(FewTokens):
         topk_weights: torch.Tensor,
         topk_ids: torch.Tensor,
         activation: str = "silu",
+        gate_up_scale: torch.Tensor | None = None,
+        down_scale: torch.Tensor | None = None,
+        routed_scaling_factor: Any = 1.0,
     ) -> str:
         """Return why the operands are not supported, or "". The answer ignores addresses."""
         given = {"x": x, "gate_up_weight": gate_up_weight, "down_weight": down_weight}
         given |= {"topk_weights": topk_weights, "topk_ids": topk_ids}
-        why = self._why_not_tensors(given, dict.fromkeys(_WEIGHTS, 3), _WEIGHTS, _CHOICE)
+        scales = dict(zip(_SCALES, (gate_up_scale, down_scale), strict=True))
+        is_fp8 = any(scale is not None for scale in scales.values())
+        like_x, dtypes = ((), dict.fromkeys(_WEIGHTS, FP8)) if is_fp8 else (_WEIGHTS, {})
+        why = self._why_not_tensors(given, dict.fromkeys(_WEIGHTS, 3), like_x, dtypes | _CHOICE)
         if not why and activation not in _EPILOGUES:
             why = f"activation is {activation!r}; it must be one of {', '.join(_EPILOGUES)}"
-        return why or self._why_not_shapes({name: tuple(tensor.shape) for name, tensor in given.items()})
+        if not why and not (type(routed_scaling_factor) is float and math.isfinite(routed_scaling_factor)):
+            why = f"routed_scaling_factor is {quoted(routed_scaling_factor)}; it must be a finite float"
+        why = why or self._why_not_shapes({name: tuple(tensor.shape) for name, tensor in given.items()}, is_fp8)
+        return why or (self._why_not_scales(scales, down_weight.shape) if is_fp8 else "")
 
-    def _why_not_shapes(self, shapes: dict[str, tuple[int, ...]]) -> str:
+    def _why_not_scales(self, scales: dict[str, torch.Tensor | None], down: torch.Size) -> str:
+        """Return why scales do not fit FP8 weights, or ""."""
+        if not self._has_fp8:
+            return f"{FP8} needs a GPU of sm_89 or later, and a build of llm_comm for it"
+        experts, hidden, intermediate = down[0], down[1] // GROUP_SIZE, down[2] // GROUP_SIZE
+        shapes = {"gate_up_scale": (experts, 2 * intermediate, hidden), "down_scale": (experts, hidden, intermediate)}
+        for name, shape in shapes.items():
+            scale = scales[name]
+            if not isinstance(scale, torch.Tensor) or type(scale) not in PLAIN_WEIGHTS:
+                return f"{name}: a {type(scale).__name__} is no tensor of scales, which FP8 weights need"
+            why = why_not_operand(scale, self._device, strided=True)
+            if why:
+                return f"{name}: {why}"
+            if scale.shape != shape or scale.dtype != torch.float32:
+                return f"{name} is {tuple(scale.shape)} of {scale.dtype}; it must be {shape} of torch.float32"
+        return ""
+
+    def _why_not_shapes(self, shapes: dict[str, tuple[int, ...]], fp8: bool) -> str:
         x, down, chosen = shapes["x"], shapes["down_weight"], shapes["topk_ids"]
         (tokens, hidden), (experts, _, intermediate) = x, down
         expected = {
@@ -96,7 +149,7 @@ class Experts(FewTokens):
             if shapes[name] != shape:
                 return f"{name} has shape {shapes[name]}; with x {x} and down_weight {down} it must be {shape}"
         columns = {"the hidden state": hidden, "the intermediate state": intermediate}
-        return why_not_sizes(tokens, experts, chosen[1], columns)
+        return why_not_sizes(tokens, experts, chosen[1], columns, fp8)
 
 
 class ExpertLayers:
@@ -114,27 +167,40 @@ class ExpertLayers:
         out: torch.Tensor | None = None,
         *,
         activation: str = "silu",
+        gate_up_scale: torch.Tensor | None = None,
+        down_scale: torch.Tensor | None = None,
+        routed_scaling_factor: float = 1.0,
     ) -> torch.Tensor:
         """Compute the experts of up to 64 tokens on this rank alone, by two kernels.
 
-        Row t of the result is the sum over the experts e of token t of ``topk_weights[t, e] * (down_weight[e] @
-        (activation(gate) * up))``, with ``gate, up = gate_up_weight[e] @ x[t]`` in two halves. With tensor parallelism
-        it is this rank's part, which an all-reduce sums up. Sums and factors are fp32. Gate, up, and the product of
-        activation and up are rounded to the dtype of ``x``, as is the result. With float16 that product must be below
-        65504. Experts are added in the order of ``topk_ids``. The bits of a token do not depend on other tokens.
+        Row t of the result is the sum over the experts e of token t of ``routed_scaling_factor * topk_weights[t, e] *
+        (down_weight[e] @ (activation(gate) * up))``, with ``gate, up = gate_up_weight[e] @ x[t]`` in two halves. With
+        tensor parallelism it is this rank's part, which an all-reduce sums up. Sums and factors are fp32. Gate, up, and
+        the product of activation and up are rounded to the dtype of ``x``, as is the result. With float16 that product
+        must be below 65504. Experts are added in the order of ``topk_ids``. The bits of a token do not depend on other
+        tokens.
+
+        FP8 weights have a scale for each block of 128 rows and 128 columns, as checkpoints of DeepSeek-V3 and Qwen3 do.
+        ``x`` and the state between the layers are not quantized: the tensor cores multiply them by FP8 values converted
+        to the dtype of ``x``, which is exact, and the sum over the columns of a block is scaled in fp32.
 
         Args:
             x: [tokens, hidden], contiguous, bfloat16 or float16, 1 to 64 tokens.
-            gate_up_weight: [experts, 2 * intermediate, hidden], contiguous, of the dtype of ``x``: rows of gate, then
-                rows of up, of 1 to 512 experts. Sizes of both states are multiples of 64 up to 2**24.
-            down_weight: [experts, hidden, intermediate], contiguous, of the dtype of ``x``. Both weights begin at a
-                multiple of 16 bytes, as new tensors do.
+            gate_up_weight: [experts, 2 * intermediate, hidden], contiguous, of the dtype of ``x`` or float8_e4m3fn:
+                rows of gate, then rows of up, of 1 to 512 experts. Sizes of both states are multiples of 64, with FP8
+                of 128, up to 2**24.
+            down_weight: [experts, hidden, intermediate], contiguous, of the dtype of ``gate_up_weight``. Both weights
+                begin at a multiple of 16 bytes, as new tensors do.
             topk_weights: [tokens, top_k], contiguous, float32: factor of each expert; top_k is 1 to 16.
             topk_ids: [tokens, top_k], contiguous, int32: the experts of a token. Factors of an expert that a token has
                 twice are added up. Other numbers than those of experts, such as -1, add nothing.
             out: Takes the result: contiguous, like ``x``. It must share no memory with the operands. None: a new
                 tensor.
             activation: ``"silu"``, or ``"gelu_tanh"``.
+            gate_up_scale: With FP8, [experts, 2 * intermediate / 128, hidden / 128], float32, any strides: a block's
+                weights are its values times its scale. One scale for a matrix can be expanded to this shape.
+            down_scale: With FP8, [experts, hidden / 128, intermediate / 128], float32, any strides.
+            routed_scaling_factor: Factor of all ``topk_weights``, as configurations of models have it.
 
         Returns:
             ``out``, or a new tensor, [tokens, hidden].
@@ -145,7 +211,18 @@ class ExpertLayers:
             CommunicatorError: An earlier call has failed, as in ``all_reduce``.
             RuntimeError: The kernels could not be launched. No rank waits for them.
         """
-        return self._experts.run(x, gate_up_weight, down_weight, topk_weights, topk_ids, out, activation)
+        return self._experts.run(
+            x,
+            gate_up_weight,
+            down_weight,
+            topk_weights,
+            topk_ids,
+            out,
+            activation,
+            gate_up_scale,
+            down_scale,
+            routed_scaling_factor,
+        )
 
     def try_fused_experts(
         self,
@@ -156,12 +233,21 @@ class ExpertLayers:
         topk_ids: torch.Tensor,
         *,
         activation: str = "silu",
+        gate_up_scale: torch.Tensor | None = None,
+        down_scale: torch.Tensor | None = None,
+        routed_scaling_factor: float = 1.0,
     ) -> torch.Tensor | None:
         """Run ``fused_experts`` into a new tensor. Return None where it would raise UnsupportedInputError."""
         operands = (x, gate_up_weight, down_weight, topk_weights, topk_ids)
+        keywords: dict[str, Any] = {
+            "activation": activation,
+            "gate_up_scale": gate_up_scale,
+            "down_scale": down_scale,
+            "routed_scaling_factor": routed_scaling_factor,
+        }
         return attempt(
-            partial(self.accepts_fused_experts, *operands, activation=activation),
-            partial(self.fused_experts, *operands, activation=activation),
+            partial(self.accepts_fused_experts, *operands, **keywords),
+            partial(self.fused_experts, *operands, **keywords),
         )
 
     def accepts_fused_experts(
@@ -173,6 +259,19 @@ class ExpertLayers:
         topk_ids: torch.Tensor,
         *,
         activation: str = "silu",
+        gate_up_scale: torch.Tensor | None = None,
+        down_scale: torch.Tensor | None = None,
+        routed_scaling_factor: float = 1.0,
     ) -> bool:
         """Return whether ``fused_experts`` supports the operands. The answer ignores addresses."""
-        return self._experts.accepts(x, gate_up_weight, down_weight, topk_weights, topk_ids, activation)
+        return self._experts.accepts(
+            x,
+            gate_up_weight,
+            down_weight,
+            topk_weights,
+            topk_ids,
+            activation,
+            gate_up_scale,
+            down_scale,
+            routed_scaling_factor,
+        )

@@ -11,7 +11,7 @@ from llm_comm import _core, registry
 from llm_comm.errors import UnsupportedInputError, quoted
 from llm_comm.operations.operands import ALIGNMENT, check_memory, check_unwatched, why_not_buffers
 from llm_comm.operations.operation import TORCH_TYPES, keep, within_range
-from llm_comm.planning.layers import takes_features
+from llm_comm.planning.layers import inputs_multiple, takes_features
 from llm_comm.planning.plan import NONE
 from llm_comm.planning.planner import Planner
 from llm_comm.runtime.core_handle import CoreHandle
@@ -164,14 +164,20 @@ def aligned(rows: torch.Tensor) -> torch.Tensor:
     return rows if rows.data_ptr() % ALIGNMENT == 0 else rows.clone()
 
 
-def why_not_sizes(tokens: int, experts: int, top_k: Any, columns: dict[str, int]) -> str:
-    """Return why kernels of experts do not take these sizes, or "". ``columns``: by the name of what has them."""
+def why_not_sizes(tokens: int, experts: int, top_k: Any, columns: dict[str, int], fp8: bool = False) -> str:
+    """Return why kernels of experts do not take these sizes, or "".
+
+    Args:
+        tokens: Number of tokens.
+        experts: Number of experts.
+        top_k: Number of experts of a token.
+        columns: Numbers of columns, by the name of what has them.
+        fp8: Weights are FP8.
+    """
+    multiple = inputs_multiple(fp8)
     for name, size in columns.items():
-        if not takes_features(size):
-            return (
-                f"{size} columns of {name}: it takes multiples of {_core.linear_multiple} up to "
-                f"{_core.linear_max_features}"
-            )
+        if not takes_features(size, multiple):
+            return f"{size} columns of {name}: it takes multiples of {multiple} up to {_core.linear_max_features}"
     limits = {
         "tokens": (tokens, _core.linear_max_tokens),
         "experts": (experts, _core.experts_max),

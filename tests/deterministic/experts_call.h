@@ -17,15 +17,15 @@ template <DataType D>
 class ExpertsCall final : public Call {
  public:
   explicit ExpertsCall(Random& random)
-      : problem_{random.pick({1u, 2u, 9u}),  random.between(1, 3),      random.between(3, 6),
-                 64 * random.between(1, 5),  64 * random.between(1, 5), D,
-                 LinearEpilogue::kSiluAndMul},
+      : problem_(draw_problem(random)),
         gate_up_{experts::kUnitRows, random.between(2, 3), experts::kWarps},
-        down_{random.pick({8u, 40u, 64u}), random.between(2, 3), random.pick({2u, 4u})},
+        // Few blocks: other ranks wait for this one, and it must end long before kTimeoutNs.
+        down_{problem_.hidden > 128 ? random.pick({40u, 64u}) : random.pick({8u, 24u}), random.between(2, 3),
+              random.pick({2u, 4u})},
         threads_(random.between(1, 4)) {
     fill(source_, problem_.tokens * problem_.hidden, random);
-    fill(gate_up_weight_, problem_.experts * 2 * problem_.intermediate * problem_.hidden, random);
-    fill(down_weight_, problem_.experts * problem_.intermediate * problem_.hidden, random);
+    fill_weight(gate_up_weight_, gate_up_scales_, 2 * problem_.intermediate, problem_.hidden, random);
+    fill_weight(down_weight_, down_scales_, problem_.hidden, problem_.intermediate, random);
     choose(random);
     x_.resize(source_.size(), touchless());
     choice_.resize(choice_source_.size(), touchless());
@@ -44,7 +44,7 @@ class ExpertsCall final : public Call {
     const uint64_t buffers[experts::kBuffers] = {
         address(x_), address(gate_up_weight_), address(down_weight_),
         ids,         ids + bytes(choice_) / 2, out + count_of_out() * sizeof(uint16_t),
-        out};
+        out,         address(gate_up_scales_), address(down_scales_)};
     call_->run(buffers, 0);
   }
 
@@ -69,15 +69,46 @@ class ExpertsCall final : public Call {
     };
     return std::to_string(problem_.top_k) + " of " + std::to_string(problem_.experts) + " experts of " +
            std::to_string(problem_.tokens) + " tokens, hidden " + std::to_string(problem_.hidden) + ", intermediate " +
-           std::to_string(problem_.intermediate) + " " + data_type_name(D) + " (" + tiling(gate_up_) + "; " +
-           tiling(down_) + ")";
+           std::to_string(problem_.intermediate) + " " + data_type_name(D) + ", weights " +
+           operand_type_name(problem_.weights) + " (" + tiling(gate_up_) + "; " + tiling(down_) + ")";
   }
 
  private:
   using E = Element<D>;
   static constexpr uint32_t kRank = 0;
-  static constexpr uint32_t kColumns = kBoxRowBytes / sizeof(uint16_t);
 
+  static experts::Problem draw_problem(Random& random) {
+    const OperandType weights = random.chance(64) ? OperandType::kFloat8 : operands_of_type(D);
+    const uint32_t multiple = kBoxRowBytes / operand_bytes(weights);
+    const uint32_t tokens = random.pick({1u, 2u, 9u});
+    const uint32_t most = (tokens == 9 ? 2 : 4) * 64 / multiple;
+    experts::Problem problem{tokens,
+                             random.between(1, 3),
+                             random.between(3, 6),
+                             multiple * random.between(1, most),
+                             multiple * random.between(1, most),
+                             D,
+                             weights,
+                             LinearEpilogue::kSiluAndMul};
+    const uint64_t hidden = problem.hidden / kScaleBlock, intermediate = problem.intermediate / kScaleBlock;
+    problem.gate_up_scale_strides = {2 * intermediate * hidden, hidden, 1};
+    problem.scaling_factor = random.pick({1.0f, 2.5f});
+    problem.down_scale_strides = {hidden * intermediate, intermediate, 1};
+    return problem;
+  }
+
+  bool is_fp8() const { return problem_.weights == OperandType::kFloat8; }
+
+  // Of all experts; with its scales if it is FP8.
+  void fill_weight(Lines& weight, Lines& scales, uint32_t rows, uint32_t columns, Random& random) {
+    const size_t count = size_t{problem_.experts} * rows * columns;
+    if (!is_fp8()) return fill(weight, count, random);
+    weight.resize(count / sizeof(Line));
+    for (size_t i = 0; i < count; ++i) put(weight, i, static_cast<uint8_t>(random.below(0x48) | random.below(2) << 7));
+    const size_t blocks = count / (kScaleBlock * kScaleBlock);
+    scales.resize((blocks * sizeof(float) + sizeof(Line) - 1) / sizeof(Line));
+    for (size_t i = 0; i < blocks; ++i) put(scales, i, 0.001f * static_cast<float>(random.between(1, 999)));
+  }
   static void fill(Lines& lines, size_t count, Random& random) {
     lines.resize(count / kElements);
     for (size_t i = 0; i < count; ++i) put(lines, i, static_cast<uint16_t>(draw_number(D, random)));
@@ -107,8 +138,8 @@ class ExpertsCall final : public Call {
         const auto expert = at<uint32_t>(choice_source_, token * problem_.top_k + k);
         for (uint32_t output = 0; expert < problem_.experts && output < intermediate; ++output) {
           const auto row = [&](uint32_t part) {
-            return E::round(sum_of_products(gate_up_weight_, (2 * expert + part) * intermediate + output, hidden,
-                                            experts::kWarps,
+            return E::round(sum_of_products(gate_up_weight_, gate_up_scales_,
+                                            (2 * expert + part) * intermediate + output, hidden, experts::kWarps,
                                             [&](uint32_t i) { return element(source_, size_t{token} * hidden + i); }));
           };
           states[k].push_back(activate_and_mul<D>(problem_.epilogue, row(0), row(1)));
@@ -120,22 +151,35 @@ class ExpertsCall final : public Call {
           if (states[k].empty()) continue;
           const uint32_t place = token * problem_.top_k + k;
           const auto expert = at<uint32_t>(choice_source_, place);
-          const float product = sum_of_products(down_weight_, expert * hidden + output, intermediate, 1,
+          const float product = sum_of_products(down_weight_, down_scales_, expert * hidden + output, intermediate, 1,
                                                 [&](uint32_t i) { return states[k][i]; });
-          sum = multiply_add(at<float>(choice_source_, factors + place), product, sum);
+          sum = multiply_add(problem_.scaling_factor * at<float>(choice_source_, factors + place), product, sum);
         }
         expected_.push_back(E::round(sum));
       }
     }
   }
 
-  // Box i is of warp i % warps. Each adds the left halves of its boxes and the right ones in two sums.
+  // Box i is of warp i % warps. Each adds the left halves of its boxes and the right ones in two sums. With FP8 it adds
+  // both halves of a box, and scales them.
   template <class Input>
-  static float sum_of_products(const Lines& weight, uint32_t row, uint32_t columns, uint32_t warps, Input input) {
+  float sum_of_products(const Lines& weight, const Lines& scales, uint32_t row, uint32_t columns, uint32_t warps,
+                        Input input) const {
+    const uint32_t of_box = kBoxRowBytes / operand_bytes(problem_.weights);
     std::vector<std::array<float, 2>> sums(warps);
-    for (uint32_t i = 0; i < columns; ++i) {
-      float& sum = sums[i / kColumns % warps][i % kColumns / (kColumns / 2)];
-      sum = multiply_add(E::value(element(weight, size_t{row} * columns + i)), E::value(input(i)), sum);
+    for (uint32_t box = 0; box < columns / of_box; ++box) {
+      auto& of_warp = sums[box % warps];
+      std::array<float, 2> halves = is_fp8() ? std::array<float, 2>{} : of_warp;
+      for (uint32_t i = 0; i < of_box; ++i) {
+        const size_t place = size_t{row} * columns + box * of_box + i;
+        const float value = is_fp8() ? e4m3_to_float(at<uint8_t>(weight, place)) : E::value(element(weight, place));
+        halves[2 * i / of_box] = multiply_add(value, E::value(input(box * of_box + i)), halves[2 * i / of_box]);
+      }
+      if (is_fp8()) {
+        const auto scale = at<float>(scales, row / kScaleBlock * (columns / kScaleBlock) + box);
+        halves = {multiply_add(scale, halves[0] + halves[1], of_warp[0]), 0.0f};
+      }
+      of_warp = halves;
     }
     float all = 0.0f;
     for (const auto& [left, right] : sums) all += left + right;
@@ -150,6 +194,8 @@ class ExpertsCall final : public Call {
   Lines x_;
   Lines gate_up_weight_;
   Lines down_weight_;
+  Lines gate_up_scales_;
+  Lines down_scales_;
   Lines choice_source_;
   Lines choice_;
   Lines results_;  // out, then the state between the layers

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+from collections import Counter
 from typing import Any, NamedTuple
 
 import pytest
@@ -12,7 +14,7 @@ from torch._subclasses import FakeTensorMode
 
 from llm_comm import UnsupportedInputError, _core, registry
 
-BF16, FP16 = torch.bfloat16, torch.float16
+BF16, FP16, FP8 = torch.bfloat16, torch.float16, torch.float8_e4m3fn
 NUMBERS = {BF16: "bf16", FP16: "fp16"}
 
 
@@ -21,6 +23,16 @@ class Layer(NamedTuple):
 
     gate_up: torch.Tensor  # [experts, 2 * intermediate, hidden]: rows of gate, then rows of up
     down: torch.Tensor  # [experts, hidden, intermediate]
+    #: Of FP8 weights: for each block of 128 rows and 128 columns of each.
+    scales: tuple[torch.Tensor, ...] = ()
+
+    def in_full(self) -> list[torch.Tensor]:
+        """Both weights in fp64."""
+        weights = [self.gate_up.double(), self.down.double()]
+        if not self.scales:
+            return weights
+        full = [scale.double().repeat_interleave(128, 1).repeat_interleave(128, 2) for scale in self.scales]
+        return [weight * scale for weight, scale in zip(weights, full, strict=True)]
 
 
 def layer_of(experts: int, hidden: int, intermediate: int, dtype: torch.dtype = BF16) -> Layer:
@@ -28,6 +40,16 @@ def layer_of(experts: int, hidden: int, intermediate: int, dtype: torch.dtype = 
         (torch.randn(experts, 2 * intermediate, hidden) / hidden**0.5).to(dtype),
         (torch.randn(experts, hidden, intermediate) / intermediate**0.5).to(dtype),
     )
+
+
+def fp8_layer_of(experts: int, hidden: int, intermediate: int) -> Layer:
+    gate_up = torch.randn(experts, 2 * intermediate, hidden).to(FP8)
+    down = torch.randn(experts, hidden, intermediate).to(FP8)
+    scales = [
+        torch.rand(experts, weight.shape[1] // 128, weight.shape[2] // 128) * 2 / weight.shape[2] ** 0.5
+        for weight in (gate_up, down)
+    ]
+    return Layer(gate_up, down, tuple(scales))
 
 
 def choice_of(tokens: int, top_k: int, experts: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -54,12 +76,13 @@ def run(
         intermediate=intermediate,
         data_type=list(registry.data_types()).index(NUMBERS[x.dtype]),
         epilogue=epilogue,
+        scale_strides=[scale.stride() for scale in layer.scales] or None,
         **choices,
     )
     state = torch.full((tokens * top_k, intermediate), torch.nan, dtype=x.dtype)
     out = torch.full_like(x, torch.nan)
-    operands = (x, *layer, ids, weights, state, out)
-    assert call(*(operand.data_ptr() for operand in operands), 0)
+    operands = (x, layer.gate_up, layer.down, ids, weights, state, out, *(layer.scales or (None, None)))
+    assert call(*(0 if operand is None else operand.data_ptr() for operand in operands), 0)
     core.wait_for(0)
     return out
 
@@ -67,14 +90,15 @@ def run(
 def reference(x: torch.Tensor, layer: Layer, ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
     """In fp64, but for the roundings of gate, up and the state between the layers."""
     dtype = x.dtype
+    gate_up_weight, down_weight = layer.in_full()
     y = torch.zeros(*x.shape, dtype=torch.float64)
     for token, chosen in enumerate(ids.tolist()):
         for place, expert in enumerate(chosen):
             if not 0 <= expert < len(layer.down):
                 continue
-            gate, up = (layer.gate_up[expert].double() @ x[token].double()).to(dtype).double().chunk(2)
+            gate, up = (gate_up_weight[expert] @ x[token].double()).to(dtype).double().chunk(2)
             state = (torch.nn.functional.silu(gate) * up).to(dtype).double()
-            y[token] += weights[token, place].double() * (layer.down[expert].double() @ state)
+            y[token] += weights[token, place].double() * (down_weight[expert] @ state)
     return y
 
 
@@ -97,6 +121,56 @@ def test_experts(tokens: int, top_k: int, experts: int, hidden: int, intermediat
     x, (ids, weights) = torch.randn(tokens, hidden).to(dtype), choice_of(tokens, top_k, experts)
     expected = reference(x, layer, ids, weights)
     torch.testing.assert_close(run(x, layer, ids, weights).double(), expected, rtol=2**-6, atol=2**-6)
+
+
+@pytest.mark.parametrize(
+    ("tokens", "top_k", "experts", "hidden", "intermediate"),
+    [(1, 1, 1, 128, 128), (3, 8, 9, 1280, 384), (12, 2, 5, 256, 640), (40, 3, 4, 384, 128)],
+)
+@pytest.mark.parametrize("dtype", [BF16, FP16])
+def test_fp8_weights(tokens: int, top_k: int, experts: int, hidden: int, intermediate: int, dtype: torch.dtype) -> None:
+    torch.manual_seed(tokens)
+    layer = fp8_layer_of(experts, hidden, intermediate)
+    x, (ids, weights) = torch.randn(tokens, hidden).to(dtype), choice_of(tokens, top_k, experts)
+    expected = reference(x, layer, ids, weights)
+    out = run(x, layer, ids, weights)
+    torch.testing.assert_close(out.double(), expected, rtol=2**-6, atol=2**-6)
+    for token in (0, tokens - 1):  # each alone, in groups of another size
+        one = slice(token, token + 1)
+        assert torch.equal(run(x[one], layer, ids[one], weights[one]), out[one])
+    for gate_up, down in (((16, 3, 8), (8, 3, 1)), ((16, 2, 8), (64, 2, 3))):
+        choices = {
+            name: _core.LinearChoice(block_outputs=outputs, stages=stages, stage_boxes=boxes)
+            for name, (outputs, stages, boxes) in {"gate_up": gate_up, "down": down}.items()
+        }
+        assert torch.equal(run(x, layer, ids, weights, **choices), out), (gate_up, down)
+
+
+def test_scales_of_any_strides() -> None:
+    torch.manual_seed(11)
+    layer, (ids, weights) = fp8_layer_of(3, 384, 256), choice_of(4, 2, 3)
+    x = torch.randn(4, 384).to(BF16)
+    turned = layer._replace(scales=tuple(scale.mT.contiguous().mT for scale in layer.scales))
+    assert torch.equal(run(x, turned, ids, weights), run(x, layer, ids, weights))
+    of_matrices = tuple(scale[:, :1, :1].expand_as(scale) for scale in layer.scales)
+    written_out = layer._replace(scales=tuple(scale.contiguous() for scale in of_matrices))
+    assert torch.equal(run(x, layer._replace(scales=of_matrices), ids, weights), run(x, written_out, ids, weights))
+
+
+@pytest.mark.parametrize("value", [448.0, 2**-9, -(2**-9), 0.0, -0.0, torch.nan])
+def test_every_fp8_value_is_exact(value: float) -> None:
+    """One weight, alone in its column, beside x and scales of powers of two."""
+    layer = Layer(
+        torch.zeros(1, 256, 128).to(FP8), torch.zeros(1, 128, 128).to(FP8), (torch.ones(1, 2, 1), torch.ones(1, 1, 1))
+    )
+    layer.gate_up[0, 5, 7], layer.gate_up[0, 128 + 5, 7], layer.down[0, 3, 5] = value, 1.0, 1.0
+    layer.scales[0][0, 0, 0] = 2.0
+    x = torch.ones(1, 128).to(BF16)
+    out = run(x, layer, torch.zeros(1, 1).int(), torch.ones(1, 1))
+    expected = torch.nn.functional.silu(torch.tensor(2 * value)).to(BF16)
+    assert torch.equal(out[0, 3].nan_to_num(7.0), expected.nan_to_num(7.0))
+    others = out[0, torch.arange(128) != 3]
+    assert others.isnan().all() if value != value else not others.any()
 
 
 def test_tokens_without_an_expert_and_numbers_that_are_none() -> None:
@@ -163,7 +237,7 @@ def test_a_weight_that_is_not_finite_stays_with_the_tokens_of_its_expert() -> No
     torch.manual_seed(9)
     layer = layer_of(4, 64, 64)
     x, ids = torch.randn(2, 64).to(BF16), torch.tensor([[1], [3]], dtype=torch.int32)
-    for weights in layer:
+    for weights in (layer.gate_up, layer.down):
         before = weights[3, 5, 7].item()
         weights[3, 5, 7] = torch.inf
         out = run(x, layer, ids, torch.ones(2, 1))
@@ -232,6 +306,10 @@ def test_gelu() -> None:
         ({"tokens": 0}, "0 tokens; it takes 1 to 64"),
         ({"top_k": 17}, "17 experts of a token; it takes 1 to 16"),
         ({"experts": 513}, "513 experts; it takes 1 to 512"),
+        (
+            {"hidden": 192, "scale_strides": [(1, 1, 1)] * 2},
+            "192 columns of the hidden state; it takes multiples of 128",
+        ),
         ({"hidden": 96}, "96 columns of the hidden state; it takes multiples of 64"),
         ({"intermediate": 0}, "0 columns of the intermediate state; it takes multiples of 64"),
         ({"epilogue": "none"}, "it needs an activation of gate and up"),
@@ -275,6 +353,13 @@ def operands() -> dict[str, torch.Tensor]:
 NAMES = ("x", "gate_up_weight", "down_weight", "topk_weights", "topk_ids")
 
 
+def fp8_operands() -> dict[str, torch.Tensor]:
+    torch.manual_seed(12)
+    layer, (ids, weights) = fp8_layer_of(4, 256, 128), choice_of(3, 2, 4)
+    given = dict(zip(NAMES, (torch.randn(3, 256).to(BF16), layer.gate_up, layer.down, weights, ids), strict=True))
+    return given | {"gate_up_scale": layer.scales[0], "down_scale": layer.scales[1]}
+
+
 def unaligned(tensor: torch.Tensor) -> torch.Tensor:
     """A copy that begins one element behind a multiple of 16 bytes."""
     memory = tensor.new_empty(tensor.numel() + 9)
@@ -297,7 +382,21 @@ def call_the_method() -> dict[str, int]:
             assert out._version > version
         gelu = comm.fused_experts(**given, activation="gelu_tanh")
         assert torch.equal(gelu, run(x, Layer(gate_up, down), ids, weights, "gelu_tanh_and_mul"))
-        counted = {calls.operation: calls.calls for calls in comm.stats().calls}
+        of_fp8 = fp8_operands()
+        x, gate_up, down, weights, ids, *scales = of_fp8.values()
+        expected = run(x, Layer(gate_up, down, tuple(scales)), ids, weights)
+        assert comm.accepts_fused_experts(**of_fp8)
+        assert torch.equal(comm.fused_experts(**of_fp8), expected)
+        assert torch.equal(comm.fused_experts(**{**of_fp8, "down_scale": scales[1].mT.contiguous().mT}), expected)
+        for factor in (4.0, -0.5):  # powers of two scale all roundings
+            assert torch.equal(comm.fused_experts(**of_fp8, routed_scaling_factor=factor), factor * expected)
+        tried = comm.try_fused_experts(**of_fp8)
+        assert tried is not None
+        assert torch.equal(tried, expected)
+        assert comm.try_fused_experts(**{**of_fp8, "down_scale": None}) is None
+        counted: Counter[str] = Counter()
+        for calls in comm.stats().calls:
+            counted[calls.operation] += calls.calls
     with pytest.raises(RuntimeError):
         comm.accepts_fused_experts(**given)
     return counted
@@ -305,7 +404,7 @@ def call_the_method() -> dict[str, int]:
 
 def test_the_method(ranks: RankPool) -> None:
     for calls in ranks.run(2, call_the_method):
-        assert calls == {"fused_experts": 5}
+        assert calls == {"fused_experts": 10}
 
 
 WRONG: list[tuple[dict[str, Any], str]] = [
@@ -319,8 +418,31 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({"topk_weights": torch.zeros(3, 2, dtype=BF16)}, "topk_weights is torch.bfloat16; it must be torch.float32"),
     ({"topk_weights": torch.zeros(3, 3)}, "topk_weights has shape (3, 3)"),
     ({"activation": "relu"}, "activation is 'relu'; it must be one of silu, gelu_tanh"),
+    ({"routed_scaling_factor": 2}, "routed_scaling_factor is 2; it must be a finite float"),
+    ({"routed_scaling_factor": float("inf")}, "routed_scaling_factor is inf; it must be a finite float"),
     ({"out": torch.zeros(3, 64, dtype=BF16)}, "must be contiguous and like the result"),
     ({"out": torch.zeros(3, 128)}, "must be contiguous and like the result"),
+]
+
+
+WRONG_FP8: list[tuple[dict[str, Any], str]] = [
+    ({"gate_up_scale": None}, "gate_up_scale: a NoneType is no tensor of scales, which FP8 weights need"),
+    ({"down_scale": 1.0}, "down_scale: a float is no tensor of scales, which FP8 weights need"),
+    (
+        {"down_scale": torch.ones(4, 2, 1, dtype=BF16)},
+        "down_scale is (4, 2, 1) of torch.bfloat16; it must be (4, 2, 1)",
+    ),
+    ({"gate_up_scale": torch.ones(4, 1, 2)}, "gate_up_scale is (4, 1, 2) of torch.float32; it must be (4, 2, 2)"),
+    ({"gate_up_scale": torch.ones(4, 2, 2, requires_grad=True)}, "gate_up_scale: the tensor requires grad"),
+    ({"gate_up_scale": None, "down_scale": None}, "gate_up_weight is torch.float8_e4m3fn; it must be torch.bfloat16"),
+    ({"gate_up_weight": torch.zeros(4, 256, 256, dtype=BF16)}, "is torch.bfloat16; it must be torch.float8_e4m3fn"),
+    (
+        {
+            "gate_up_weight": torch.zeros(4, 128, 256, dtype=FP8),
+            "down_weight": torch.zeros(4, 256, 64, dtype=FP8),
+        },
+        "64 columns of the intermediate state: it takes multiples of 128",
+    ),
 ]
 
 
@@ -348,6 +470,11 @@ def refuse() -> None:
             assert text in str(caught.value), (change, str(caught.value))
             queried = {name: value for name, value in {**given, **change}.items() if name != "out"}
             assert comm.accepts_fused_experts(**queried) == ("out" in change or "made once" in text)
+        of_fp8 = fp8_operands()
+        for change, text in WRONG_FP8:
+            with pytest.raises(UnsupportedInputError, match=re.escape(text)):
+                comm.fused_experts(**{**of_fp8, **change})
+            assert not comm.accepts_fused_experts(**{**of_fp8, **change})
         with FakeTensorMode(), pytest.raises(UnsupportedInputError):
             comm.fused_experts(**{name: torch.empty(t.shape, dtype=t.dtype) for name, t in given.items()})
         assert torch.equal(torch.compile(comm.fused_experts, backend="eager")(**given), comm.fused_experts(**given))

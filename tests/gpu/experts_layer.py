@@ -2,7 +2,8 @@
 
     torchrun --standalone --nproc-per-node 1 tests/gpu/experts_layer.py --sglang --json FILE
 
-A graph has 12 calls, each with tokens and experts of its own; routers are in graphs of their own. SGLang's Triton
+With ``--fp8`` weights are FP8 with a scale for each 128 rows and columns; SGLang quantizes tokens, llm_comm does not. A
+graph has 12 calls, each with tokens and experts of its own; routers are in graphs of their own. SGLang's Triton
 kernels are timed with the engine's choice of a tiling, and with others. Its router is cuBLAS and ``fused_topk``.
 """
 
@@ -37,7 +38,13 @@ SHAPES = {
     "mixtral tp8": Shape(4096, 1792, 8, 2),
     "gpt-oss-120b tp8, no bias": Shape(2880, 384, 128, 4),
 }
-EMULATED = {"small": Shape(128, 64, 4, 2)}
+#: Sizes are multiples of 128.
+FP8_SHAPES = {
+    "qwen3-30b tp2": SHAPES["qwen3-30b tp2"],
+    "qwen3-235b tp4": Shape(4096, 384, 128, 8),
+    "deepseek-v3 tp8": Shape(7168, 256, 257, 9),
+}
+EMULATED = {"small": Shape(128, 128, 4, 2)}
 
 
 class Call(NamedTuple):
@@ -47,28 +54,36 @@ class Call(NamedTuple):
     topk_weights: torch.Tensor
     topk_ids: torch.Tensor
     router: torch.Tensor
+    #: Of FP8 weights: those of both, as keywords of ``fused_experts``.
+    scales: dict[str, torch.Tensor]
 
 
-def calls_of(shape: Shape, tokens: int, device: torch.device) -> list[Call]:
+def calls_of(shape: Shape, tokens: int, device: torch.device, fp8: bool) -> list[Call]:
     hidden, intermediate, experts, top_k = shape
     random = torch.Generator(device).manual_seed(1)
 
     def normal(*sizes: int, deviation: float = 1.0) -> torch.Tensor:
         return torch.empty(sizes, device=device).normal_(0, deviation, generator=random).bfloat16()
 
-    cold = -(-COLD_BYTES // (6 * experts * hidden * intermediate)) if device.type == "cuda" else 1
-    weights = [
-        (
-            normal(experts, 2 * intermediate, hidden, deviation=hidden**-0.5),
-            normal(experts, hidden, intermediate, deviation=intermediate**-0.5),
-        )
-        for _ in range(min(cold, CALLS))
-    ]
+    def weight(rows: int, columns: int) -> tuple[torch.Tensor, torch.Tensor | None]:
+        if not fp8:
+            return normal(experts, rows, columns, deviation=columns**-0.5), None
+        scales = torch.full((experts, rows // 128, columns // 128), columns**-0.5, device=device)
+        return normal(experts, rows, columns).to(torch.float8_e4m3fn), scales
+
+    bytes_of_layer = (3 if fp8 else 6) * experts * hidden * intermediate
+    cold = -(-COLD_BYTES // bytes_of_layer) if device.type == "cuda" else 1
+    weights = []
+    for _ in range(min(cold, CALLS)):
+        (gate_up, gate_up_scale), (down, down_scale) = weight(2 * intermediate, hidden), weight(hidden, intermediate)
+        scales = {"gate_up_scale": gate_up_scale, "down_scale": down_scale}
+        weights.append((gate_up, down, {name: scale for name, scale in scales.items() if scale is not None}))
     calls = []
     for i in range(CALLS):
         scores, ids = torch.rand(tokens, experts, device=device, generator=random).topk(top_k)
         router = normal(experts, hidden, deviation=hidden**-0.5)
-        calls.append(Call(normal(tokens, hidden), *weights[i % len(weights)], scores, ids.int(), router))
+        gate_up, down, scales = weights[i % len(weights)]
+        calls.append(Call(normal(tokens, hidden), gate_up, down, scores, ids.int(), router, scales))
     return calls
 
 
@@ -94,7 +109,11 @@ def kernels_of_sglang() -> Callable[[list[Call], torch.device], dict[str, float]
 
     def timed(calls: list[Call], device: torch.device) -> dict[str, float]:
         def call(one: Call) -> Any:
-            return fused_experts_impl(*one[:5], inplace=False)
+            of_fp8: dict[str, Any] = {}
+            if one.scales:
+                of_fp8 = {"use_fp8_w8a8": True, "block_shape": [128, 128]}
+                of_fp8 |= {"w1_scale": one.scales["gate_up_scale"], "w2_scale": one.scales["down_scale"]}
+            return fused_experts_impl(*one[:5], inplace=False, **of_fp8)
 
         found = {"own": time_chain(call, calls, REPS, device)}
         tilings = [(16, n, k, s) for n, k, s in ((64, 128, 4), (128, 64, 4), (32, 256, 3), (64, 256, 3))]
@@ -102,6 +121,8 @@ def kernels_of_sglang() -> Callable[[list[Call], torch.device], dict[str, float]
         if len(calls[0].x) >= 64:
             tilings += [(32, 64, 128, 4), (32, 128, 64, 4)]
         for m, n, k, stages in tilings:
+            if k > 128 and calls[0].scales:
+                continue  # a tile has columns of one block of scales
             sizes = {"BLOCK_SIZE_M": m, "BLOCK_SIZE_N": n, "BLOCK_SIZE_K": k, "GROUP_SIZE_M": 1}
             with override_config(sizes | {"num_warps": 4, "num_stages": stages}):
                 call(calls[0])  # compiles
@@ -115,10 +136,11 @@ def rows_of(ranks: Session, options: argparse.Namespace) -> list[dict[str, Any]]
     rows = []
     with Communicator(ranks.group, ranks.device) as comm:
         theirs = kernels_of_sglang() if options.sglang else None
-        for name, shape in (SHAPES if ranks.on_gpu else EMULATED).items():
+        shapes = FP8_SHAPES if options.fp8 else SHAPES
+        for name, shape in (shapes if ranks.on_gpu else EMULATED).items():
             for tokens in options.tokens:
-                calls = calls_of(shape, tokens, ranks.device)
-                us = time_chain(lambda one: comm.fused_experts(*one[:5]), calls, REPS, ranks.device)
+                calls = calls_of(shape, tokens, ranks.device, options.fp8)
+                us = time_chain(lambda one: comm.fused_experts(*one[:5], **one.scales), calls, REPS, ranks.device)
                 router_us = time_chain(
                     lambda one: comm.moe_route(one.x, one.router, one.topk_ids.shape[1]), calls, REPS, ranks.device
                 )
@@ -140,6 +162,7 @@ def main() -> int:
     options = parser((__doc__ or "").partition("\n")[0])
     options.add_argument("--tokens", type=int, nargs="+", default=(1, 4, 16, 64))
     options.add_argument("--sglang", action="store_true", help="time the kernels of SGLang too")
+    options.add_argument("--fp8", action="store_true", help="FP8 weights")
     arguments = options.parse_args()
     with session(arguments, measures=True) as ranks:
         rows = rows_of(ranks, arguments)

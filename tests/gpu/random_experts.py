@@ -24,6 +24,8 @@ from llm_comm import Communicator
 MOST_FAILURES = 10
 #: Of what a sum of products of rounded numbers may be off, in units of the last place of its largest addend.
 BOUND = 4
+#: Rows and columns of FP8 weights with one scale.
+BLOCK = 128
 
 
 class Case(NamedTuple):
@@ -33,7 +35,22 @@ class Case(NamedTuple):
     top_k: int
     gate_up: torch.Tensor
     down: torch.Tensor
+    #: Of FP8 weights: ``gate_up_scale`` and ``down_scale``.
+    scales: dict[str, torch.Tensor]
+    factor: float
     replays: int  # 0: eager
+
+    def in_full(self, expert: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Both weights of an expert in float64."""
+        gate_up, down = self.gate_up[expert].double(), self.down[expert].double()
+        if self.scales:
+            gate_up *= _of_elements(self.scales["gate_up_scale"][expert])
+            down *= _of_elements(self.scales["down_scale"][expert])
+        return gate_up, down
+
+
+def _of_elements(scales: torch.Tensor) -> torch.Tensor:
+    return scales.double().repeat_interleave(BLOCK, 0).repeat_interleave(BLOCK, 1)
 
 
 def draw(seed: int, device: torch.device, limit: int) -> Case:
@@ -41,22 +58,33 @@ def draw(seed: int, device: torch.device, limit: int) -> Case:
     generator = torch.Generator(device).manual_seed(seed)
     dtype = chance.choice((torch.bfloat16, torch.float16))
     experts = chance.choice((1, 3, 8, 16, 64, 128, 512))
-    hidden, intermediate = (64 * chance.choice((1, 2, 3, 5, 6, 16, 32, 45)) for _ in range(2))
+    is_fp8 = chance.random() < 0.4 and (device.type == "cpu" or torch.cuda.get_device_capability(device) >= (8, 9))
+    multiple = BLOCK if is_fp8 else 64
+    hidden, intermediate = (multiple * chance.choice((1, 2, 3, 5, 6, 16, 32, 45)) for _ in range(2))
     while experts * hidden * intermediate > limit:
         experts = max(1, experts // 2)
-        hidden, intermediate = (max(64, size // 128 * 64) for size in (hidden, intermediate))
+        hidden, intermediate = (max(multiple, size // (2 * multiple) * multiple) for size in (hidden, intermediate))
+    scales = {}
+    one_scale = chance.random() < 0.2  # for each matrix
 
-    def weight(rows: int, columns: int) -> torch.Tensor:
+    def weight(rows: int, columns: int, scale: str) -> torch.Tensor:
         made = torch.empty(experts, rows, columns, device=device).normal_(generator=generator)
-        return made.div_(columns**0.5).to(dtype)
+        if not is_fp8:
+            return made.div_(columns**0.5).to(dtype)
+        blocks = (experts, rows // BLOCK, columns // BLOCK)
+        drawn = torch.rand((experts, 1, 1) if one_scale else blocks, device=device, generator=generator)
+        scales[scale] = (drawn + 0.5).div_(columns**0.5).expand(blocks)
+        return made.to(torch.float8_e4m3fn)
 
     return Case(
         dtype,
         chance.choice(("silu", "silu", "gelu_tanh")),
         chance.choice((1, 1, 2, 3, 8, 9, 16, 17, 32, 33, 64)),
         min(chance.choice((1, 2, 4, 8, 16)), experts),
-        weight(2 * intermediate, hidden),
-        weight(hidden, intermediate),
+        weight(2 * intermediate, hidden, "gate_up_scale"),
+        weight(hidden, intermediate, "down_scale"),
+        scales,
+        chance.choice((1.0, 2.5)),
         chance.choice((0, 0, 1, 3)),
     )
 
@@ -83,17 +111,17 @@ def is_near(case: Case, chosen: dict[str, torch.Tensor], out: torch.Tensor) -> b
     for expert in ids.unique().tolist():
         if not 0 <= expert < len(case.down):
             continue
-        gate, up = (x @ case.gate_up[expert].double().T).to(case.dtype).double().chunk(2, -1)
+        gate_up, down = case.in_full(expert)
+        gate, up = (x @ gate_up.T).to(case.dtype).double().chunk(2, -1)
         activated = (
             torch.nn.functional.silu(gate)
             if case.activation == "silu"
             else torch.nn.functional.gelu(gate, approximate="tanh")
         )
-        factor = ((ids == expert) * factors).sum(-1, keepdim=True)
+        factor = case.factor * ((ids == expert) * factors).sum(-1, keepdim=True)
         state = (activated * up).to(case.dtype).double()
-        weight = case.down[expert].double().T
-        expected += factor * (state @ weight)
-        size += factor.abs() * (state.abs() @ weight.abs())
+        expected += factor * (state @ down.T)
+        size += factor.abs() * (state.abs() @ down.T.abs())
     # Rounding of the result, and roundings of gate, up and state that fall otherwise than in float64.
     bound = torch.finfo(case.dtype).eps * (expected.abs() + BOUND * size / math.sqrt(case.down.shape[2]) + 1e-3)
     return bool(((out.double() - expected).abs() <= bound).all())
@@ -138,7 +166,8 @@ def problems_of_router(
 
 def problems(comm: Communicator, case: Case, seed: int, pool: GraphPool) -> list[str]:
     generator = torch.Generator(comm.device).manual_seed(seed)
-    weights = {"gate_up_weight": case.gate_up, "down_weight": case.down, "activation": case.activation}
+    weights: dict[str, Any] = {"gate_up_weight": case.gate_up, "down_weight": case.down, **case.scales}
+    weights |= {"activation": case.activation, "routed_scaling_factor": case.factor}
     chosen = choose(case, generator)
 
     def call() -> torch.Tensor:
@@ -174,8 +203,11 @@ def run_cases(ranks: Session, options: Any) -> dict[str, int | float]:
             seed = (options.seed * 1_000_003 + number) * ranks.world + ranks.rank
             case = draw(seed, ranks.device, limit)
             for problem in problems(comm, case, seed, pool):
-                failures.append(f"case {number} ({tuple(case.gate_up.shape)}, {case.dtype}, {case.tokens} tokens, "
-                                f"top {case.top_k}, {case.activation}): {problem}")  # fmt: skip
+                weights = f"{tuple(case.gate_up.shape)}, {case.gate_up.dtype}"
+                failures.append(
+                    f"case {number} ({weights}, {case.dtype}, {case.tokens} tokens, top {case.top_k}, "
+                    f"{case.activation}): {problem}"
+                )
             done += 1
             if number % 50 == 49:
                 ranks.say(f"{number + 1} of {options.cases} cases, {time.monotonic() - begin:.0f} s")

@@ -6,6 +6,7 @@ from mutant import Mutant, check_names
 from table_bench import BENCH
 from table_code import CODE
 from table_edges import EDGES
+from table_experts import EXPERTS
 from table_host import HOST
 from table_kernels import KERNELS
 from table_layers import LINEAR_LAYERS
@@ -31,5 +32,6 @@ MUTANTS: tuple[Mutant, ...] = (
     *CODE,
     *MOE,
     *ROUTER,
+    *EXPERTS,
 )
 check_names(MUTANTS)

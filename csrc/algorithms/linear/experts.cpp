@@ -13,7 +13,7 @@ namespace {
 // Tiles of a weight row.
 uint32_t boxes_of(const Problem& problem, bool is_gated) {
   const uint32_t inputs = is_gated ? problem.hidden : problem.intermediate;
-  return inputs / linear::inputs_multiple(operands_of_type(problem.type));
+  return inputs / linear::inputs_multiple(problem.weights);
 }
 
 // Bytes of the stages of a block.
@@ -50,16 +50,18 @@ void check(const Problem& problem) {
       refuse(std::to_string(value) + " " + name + "; it takes 1 to " + std::to_string(most));
     }
   };
-  if (!linear::serves(operands_of_type(problem.type), problem.type)) {
-    refuse(std::string("it has no kernels for ") + data_type_name(problem.type));
+  if (!linear::serves(problem.weights, problem.type)) {
+    refuse(std::string("it has no kernels for ") + data_type_name(problem.type) + " with weights of " +
+           operand_type_name(problem.weights));
   }
   within(problem.tokens, "tokens", kMaxTokens);
   within(problem.top_k, "experts of a token", kMaxTopK);
   within(problem.experts, "experts", kMaxExperts);
   for (const auto& [size, name] : {std::pair{problem.hidden, "hidden"}, {problem.intermediate, "intermediate"}}) {
-    if (size > 0 && size % linear::kMultiple == 0 && size <= linear::kMaxFeatures) continue;
+    const uint32_t multiple = linear::inputs_multiple(problem.weights);
+    if (size > 0 && size % multiple == 0 && size <= linear::kMaxFeatures) continue;
     refuse(std::to_string(size) + " columns of the " + name + " state; it takes multiples of " +
-           std::to_string(linear::kMultiple) + " up to " + std::to_string(linear::kMaxFeatures));
+           std::to_string(multiple) + " up to " + std::to_string(linear::kMaxFeatures));
   }
   if (weight_parts(problem.epilogue) != 2) refuse("it needs an activation of gate and up");
 }
@@ -105,6 +107,7 @@ Layout layout(const Problem& problem, bool is_gated, const Choice& choice) {
 
 Choice choose(const Problem& problem, bool is_gated, Choice choice, uint32_t sm_count, uint32_t max_shared_bytes) {
   check(problem);
+  const uint32_t together = tiles_together(problem.weights);
   const auto bytes = [&](uint32_t stages, uint32_t stage_boxes) {
     return shared_bytes(problem, is_gated, {choice.block_outputs, stages, stage_boxes});
   };
@@ -116,18 +119,18 @@ Choice choose(const Problem& problem, bool is_gated, Choice choice, uint32_t sm_
     choice.block_outputs = std::min(share, linear::kMaxBlockOutputs);
     // Fewer if the products of all places do not fit.
     while (choice.block_outputs > linear::kLineElements &&
-           bytes(choice.stages == 0 ? 2 : choice.stages,
-                 choice.stage_boxes == 0 ? kTilesTogether : choice.stage_boxes) > max_shared_bytes) {
+           bytes(choice.stages == 0 ? 2 : choice.stages, choice.stage_boxes == 0 ? together : choice.stage_boxes) >
+               max_shared_bytes) {
       choice.block_outputs -= linear::kLineElements;
     }
   }
   const uint32_t share = share_of_shared(is_gated, max_shared_bytes);
   if (choice.stage_boxes == 0) {
     choice.stage_boxes = kWarps;
-    const uint32_t boxes = divide_up(boxes_of(problem, is_gated), kTilesTogether) * kTilesTogether;
-    while (!is_gated && choice.stage_boxes > kTilesTogether &&
+    const uint32_t boxes = divide_up(boxes_of(problem, is_gated), together) * together;
+    while (!is_gated && choice.stage_boxes > together &&
            (choice.stage_boxes > boxes || bytes(2, choice.stage_boxes) > share)) {
-      choice.stage_boxes -= kTilesTogether;
+      choice.stage_boxes -= together;
     }
   }
   if (choice.stages == 0) {
@@ -144,7 +147,7 @@ Choice choose(const Problem& problem, bool is_gated, Choice choice, uint32_t sm_
     refuse("block_outputs is " + std::to_string(choice.block_outputs) + "; it must be a multiple of " +
            std::to_string(linear::kLineElements) + " up to " + std::to_string(linear::kMaxBlockOutputs));
   }
-  const uint32_t step = is_gated ? kWarps : kTilesTogether;
+  const uint32_t step = is_gated ? kWarps : together;
   if (choice.stage_boxes % step != 0 || choice.stage_boxes > kWarps) {
     refuse("stage_boxes is " + std::to_string(choice.stage_boxes) + "; it must be a multiple of " +
            std::to_string(step) + " up to " + std::to_string(kWarps));

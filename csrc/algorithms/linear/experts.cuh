@@ -19,9 +19,12 @@
 // up the places of each token, each times its factor. So nothing is left to reduce.
 //
 // Order of additions. Of gate and up, tile i of a row is of warp i % kWarps; the down-projection has one warp for a row.
-// A warp adds the left and the right halves of its tiles in two sums, in ascending order, and then these two. The sums
-// of the warps are added in ascending order, and so are the places of a token. So the bits of a token do not depend on
+// A warp adds the left and the right halves of its tiles in two sums, in ascending order, and then these two. With FP8 it
+// adds the two halves of a tile, and then the tiles in ascending order. The sums of the warps are added in ascending order, and so are the places of a token. So the bits of a token do not depend on
 // other tokens or on the tiling.
+//
+// FP8. Weights are multiplied by tokens that are not quantized: an FP8 value is exact in their type. A tile has the
+// columns of one block of scales, so the sum of its products is scaled when it is added to the sums of the row.
 //
 // Early start. The down-projection reads the router's choice and fetches weights before gate and up have ended. Each
 // block of gate and up triggers it (grid_dependency_trigger) when it has waited for the grids before. So these have
@@ -62,10 +65,12 @@ LLM_COMM_DEVICE void arrive_as_warp(SharedAddress barrier) {
   if (thread_index() % kWarpThreads == 0) barrier_arrive(barrier);
 }
 
-// Tokens of a group, as the lanes of a warp load and multiply them. Rows of the matrix `x` of the kernel's parameters
-// are tokens, or places.
-template <OperandType F, uint32_t Rows, bool OfPlaces>
+// Tokens of a group, as the lanes of a warp load and multiply them, and the scales of the weights. Rows of the matrix `x`
+// of the kernel's parameters are tokens, or places. W: type of the weights.
+template <OperandType W, DataType D, uint32_t Rows, bool OfPlaces>
 class GroupTokens {
+  static constexpr bool kHasScales = W == OperandType::kFloat8;
+
  public:
   LLM_COMM_DEVICE GroupTokens(const ExpertsArgs& args, const ExpertsMemory& memory) : args_(args), memory_(memory) {}
 
@@ -84,30 +89,65 @@ class GroupTokens {
     }
   }
 
-  using Pieces = TokenPieces[Rows / 8][kTokenColumns];
+  // Rows of the weight that are multiplied next: the first 8 from `upper` on, the others from `lower` on, counted from
+  // the first row of the group's expert. They must be those of the boxes that load() takes.
+  LLM_COMM_DEVICE void choose_rows(uint32_t group, uint32_t upper, uint32_t lower) {
+    if constexpr (kHasScales) {
+      const ScaleView& scales = args_.scales;
+      const float* const of_expert =
+          scales.data + uint64_t{ExpertGroup(memory_.groups()[group]).expert()} * scales.expert_stride;
+      scales_[0] = of_expert + uint64_t{upper / kScaleBlock} * scales.row_stride;
+      scales_[1] = of_expert + uint64_t{lower / kScaleBlock} * scales.row_stride;
+    }
+  }
+
+  struct Pieces {
+    TokenPieces<W> tokens[Rows / 8][kTokenColumns];
+    float scales[2];  // of the upper and the lower rows; FP8 only
+  };
   LLM_COMM_DEVICE void load(Pieces& pieces, uint32_t box) const {
+    constexpr uint32_t kBytes = 2 / operand_bytes(W);  // of a token, for each of the weight
     const uint32_t lane = thread_index() % kWarpThreads;
     LLM_COMM_UNROLL(4)
     for (uint32_t n = 0; n < Rows / 8; ++n) {
       LLM_COMM_UNROLL(2)
       for (uint32_t c = 0; c < kTokenColumns; ++c) {
-        const uint64_t row = uint64_t{row_[n][c]} * args_.weight.row_bytes;
-        pieces[n][c] = load_pieces(lane, static_cast<const char*>(args_.x) + row + box * kBoxRowBytes);
+        const uint64_t offset = uint64_t{row_[n][c]} * args_.weight.row_bytes + box * kBoxRowBytes;
+        pieces.tokens[n][c] = load_pieces<W>(lane, static_cast<const char*>(args_.x) + kBytes * offset);
+      }
+    }
+    if constexpr (kHasScales) {
+      LLM_COMM_UNROLL(2)
+      for (uint32_t i = 0; i < 2; ++i) {
+        pieces.scales[i] = load_plain(scales_[i] + uint64_t{box} * args_.scales.column_stride);
       }
     }
   }
 
-  // Sums of the left and of the right halves of tiles, of each 8 rows.
+  // Sums of the left and of the right halves of tiles, of each 8 rows. With FP8 the left one is that of both.
   using Sums = float[Rows / 8][2][4];
   LLM_COMM_DEVICE static void multiply(Sums& sums, SharedAddress place, const Pieces& pieces) {
-    LLM_COMM_UNROLL(4)
-    for (uint32_t n = 0; n < Rows / 8; ++n) multiply_rows<F>(sums[n], place, pieces[n]);
+    constexpr OperandType kTokens = operands_of_type(D);
+    if constexpr (kHasScales) {
+      Sums products = {};
+      multiply_rows<kTokens>(products, place, pieces.tokens);
+      LLM_COMM_UNROLL(4)
+      for (uint32_t n = 0; n < Rows / 8; ++n) {
+        LLM_COMM_UNROLL(4)
+        for (uint32_t i = 0; i < 4; ++i) {
+          sums[n][0][i] = multiply_add(pieces.scales[i / 2], products[n][0][i] + products[n][1][i], sums[n][0][i]);
+        }
+      }
+    } else {
+      multiply_rows<kTokens>(sums, place, pieces.tokens);
+    }
   }
 
  private:
   const ExpertsArgs& args_;
   const ExpertsMemory& memory_;
   uint32_t row_[Rows / 8][kTokenColumns];
+  const float* scales_[2];
 };
 
 // ---- Gate and up -----------------------------------------------------------------------------------------------------
@@ -207,7 +247,7 @@ class SumsOfWarps {
   uint32_t done_ = 0;  // units
 };
 
-template <OperandType F, DataType D, uint32_t Rows>
+template <OperandType W, DataType D, uint32_t Rows>
 LLM_COMM_DEVICE void multiply_gate_up(const ExpertsArgs& args, const ExpertsMemory& memory, const ExpertUnits& units,
                                       uint32_t warp) {
   constexpr uint32_t kBoxBytes = experts::kUnitRows * kBoxRowBytes;
@@ -215,13 +255,18 @@ LLM_COMM_DEVICE void multiply_gate_up(const ExpertsArgs& args, const ExpertsMemo
   const uint32_t boxes = args.weight.row_bytes / kBoxRowBytes;
   const bool has_boxes = warp < boxes;
   SumsOfWarps<Rows> sums_of_warps(memory, warp, boxes < experts::kWarps ? boxes : experts::kWarps);
-  GroupTokens<F, Rows, false> tokens(args, memory);
+  GroupTokens<W, D, Rows, false> tokens(args, memory);
   typename decltype(tokens)::Pieces pieces;
   uint32_t stage = 0, parity = 0;
   ExpertUnit unit = units.first();
+  const auto begin = [&](const ExpertUnit& next) {
+    const uint32_t row = next.tile * (experts::kUnitRows / 2);
+    tokens.choose_rows(next.group, row, args.weight.rows + row);
+    tokens.load(pieces, warp);
+  };
   if (has_boxes && units.have(unit)) {
     tokens.choose(unit.group);
-    tokens.load(pieces, warp);
+    begin(unit);
   }
   LLM_COMM_UNROLL(1)
   while (units.have(unit)) {
@@ -241,7 +286,7 @@ LLM_COMM_DEVICE void multiply_gate_up(const ExpertsArgs& args, const ExpertsMemo
         tokens.load(pieces, box + experts::kWarps);
       } else if (first + experts::kWarps >= boxes && has_boxes && units.have(next)) {
         if (next.group != unit.group) tokens.choose(next.group);
-        tokens.load(pieces, warp);
+        begin(next);
       }
     }
     if (has_boxes) {
@@ -280,7 +325,7 @@ LLM_COMM_DEVICE void multiply_gate_up(const ExpertsArgs& args, const ExpertsMemo
   }
 }
 
-template <OperandType F, DataType D, uint32_t Rows>
+template <OperandType W, DataType D, uint32_t Rows>
 LLM_COMM_KERNEL(experts::kGateUpThreads)
 experts_gate_up(LLM_COMM_KERNEL_PARAM ExpertsArgs args) {
   const ExpertsMemory memory{tile_memory(), args.layout};
@@ -314,7 +359,7 @@ experts_gate_up(LLM_COMM_KERNEL_PARAM ExpertsArgs args) {
   } else {
     find_places<Rows, true>(args, memory);
     block_sync();
-    multiply_gate_up<F, D, Rows>(args, memory, units, warp);
+    multiply_gate_up<W, D, Rows>(args, memory, units, warp);
   }
 }
 
@@ -367,13 +412,13 @@ class DownFetch {
 };
 
 // Writes the products of a warp's units to shared memory. The tokens of two tiles are loaded together.
-template <OperandType F, uint32_t Rows>
+template <OperandType W, DataType D, uint32_t Rows>
 LLM_COMM_DEVICE void multiply_down(const ExpertsArgs& args, const ExpertsMemory& memory, const ExpertUnits& units,
                                    DownFetch& fetch, uint32_t stride) {
-  constexpr uint32_t kTogether = experts::kTilesTogether;
+  constexpr uint32_t kTogether = experts::tiles_together(W);
   const uint32_t lane = thread_index() % kWarpThreads;
   const uint32_t boxes = args.weight.row_bytes / kBoxRowBytes;
-  GroupTokens<F, Rows, true> tokens(args, memory);
+  GroupTokens<W, D, Rows, true> tokens(args, memory);
   typename decltype(tokens)::Pieces pieces[kTogether];
   const auto load = [&](uint32_t first) {
     LLM_COMM_UNROLL(2)
@@ -381,12 +426,16 @@ LLM_COMM_DEVICE void multiply_down(const ExpertsArgs& args, const ExpertsMemory&
       if (first + i < boxes) tokens.load(pieces[i], first + i);
     }
   };
+  const auto begin = [&](const ExpertUnit& next) {
+    tokens.choose(next.group);
+    const uint32_t row = block_index() * args.block_outputs + next.tile * args.unit_rows;
+    const uint32_t existing = row < args.weight.rows ? row : 0;  // a tile has rows of one block of scales
+    tokens.choose_rows(next.group, existing, existing);
+    load(0);
+  };
   uint32_t stage = 0, parity = 0, of_stage = 0;
   ExpertUnit unit = units.first();
-  if (units.have(unit)) {
-    tokens.choose(unit.group);
-    load(0);
-  }
+  if (units.have(unit)) begin(unit);
   LLM_COMM_UNROLL(1)
   while (units.have(unit)) {
     const ExpertUnit next = units.after(unit);
@@ -412,8 +461,7 @@ LLM_COMM_DEVICE void multiply_down(const ExpertsArgs& args, const ExpertsMemory&
       if (first + kTogether < boxes) {
         load(first + kTogether);
       } else if (units.have(next)) {
-        tokens.choose(next.group);
-        load(0);
+        begin(next);
       }
     }
     const uint32_t rows = ExpertGroup(memory.groups()[unit.group]).rows();
@@ -432,7 +480,7 @@ LLM_COMM_DEVICE void multiply_down(const ExpertsArgs& args, const ExpertsMemory&
   }
 }
 
-template <OperandType F, DataType D, uint32_t Rows>
+template <OperandType W, DataType D, uint32_t Rows>
 LLM_COMM_KERNEL(experts::kDownThreads)
 experts_down(LLM_COMM_KERNEL_PARAM ExpertsArgs args) {
   const ExpertsMemory memory{tile_memory(), args.layout};
@@ -454,7 +502,7 @@ experts_down(LLM_COMM_KERNEL_PARAM ExpertsArgs args) {
   grid_dependency_trigger();
   // The padding avoids bank conflicts between the lanes of a warp.
   const uint32_t stride = args.block_outputs + linear::kSumsPadding;
-  multiply_down<F, Rows>(args, memory, units, fetch, stride);
+  multiply_down<W, D, Rows>(args, memory, units, fetch, stride);
   block_sync();
   // A thread has two neighbouring outputs.
   const uint32_t first_output = block_index() * args.block_outputs;
@@ -479,15 +527,15 @@ experts_down(LLM_COMM_KERNEL_PARAM ExpertsArgs args) {
   }
 }
 
-template <OperandType F, DataType D>
-ExpertsKernel ExpertsKernels<F, D>::find(bool is_gated, uint32_t rows) {
+template <OperandType W, DataType D>
+ExpertsKernel ExpertsKernels<W, D>::find(bool is_gated, uint32_t rows) {
   switch (rows) {
     case 8:
-      return is_gated ? &experts_gate_up<F, D, 8> : &experts_down<F, D, 8>;
+      return is_gated ? &experts_gate_up<W, D, 8> : &experts_down<W, D, 8>;
     case 16:
-      return is_gated ? &experts_gate_up<F, D, 16> : &experts_down<F, D, 16>;
+      return is_gated ? &experts_gate_up<W, D, 16> : &experts_down<W, D, 16>;
     case 32:
-      return is_gated ? &experts_gate_up<F, D, 32> : &experts_down<F, D, 32>;
+      return is_gated ? &experts_gate_up<W, D, 32> : &experts_down<W, D, 32>;
     default:
       return nullptr;
   }

@@ -18,8 +18,8 @@ inline constexpr uint32_t kGateUpThreads = kDownThreads + kWarpThreads;  // one 
 inline constexpr uint32_t kMaxStages = 16;
 // Rows of a weight tile that a warp multiplies at once; of gate and up half of them each.
 inline constexpr uint32_t kUnitRows = 16;
-// Tiles of a row whose tokens the lanes of the down-projection load together.
-inline constexpr uint32_t kTilesTogether = 2;
+// Tiles of a row whose tokens the lanes of the down-projection load together: 256 bytes of a token.
+LLM_COMM_HOST_DEVICE constexpr uint32_t tiles_together(OperandType weights) { return operand_bytes(weights); }
 // Units of gate and up for whose sums there is room.
 inline constexpr uint32_t kSumsBuffers = 2;
 inline constexpr uint32_t kBarrierBytes = kWarps * kMaxStages * 8;

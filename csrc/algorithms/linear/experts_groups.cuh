@@ -137,7 +137,7 @@ LLM_COMM_DEVICE void find_places(const ExpertsArgs& args, const ExpertsMemory& m
       if constexpr (!Gated) factor += bits_to_float(load_relaxed(args.factors + j));
     }
     if constexpr (!Gated) {
-      memory.factors()[i] = is_first ? factor : 0.0f;
+      memory.factors()[i] = is_first ? args.scaling_factor * factor : 0.0f;
       memory.stands()[i] = is_first;
     }
     if (!is_first) continue;

@@ -1,16 +1,22 @@
 // Problem and tiling of experts of few tokens, on one rank alone:
 //
-// y[t] = sum over the experts e of token t of factor(t, e) * W2_e (act(W_gate_e x[t]) * W_up_e x[t])
+// y[t] = s * sum over the experts e of token t of factor(t, e) * W2_e (act(W_gate_e x[t]) * W_up_e x[t])
 #pragma once
 
+#include <array>
 #include <cstdint>
 
 #include "algorithms/linear/problem.h"
 
 namespace llm_comm::experts {
 
-// Buffers of a call: x, gate_up_weight, down_weight, topk_ids, topk_weights, intermediate and out.
-inline constexpr uint32_t kBuffers = 7;
+// Buffers of a call: x, gate_up_weight, down_weight, topk_ids, topk_weights, intermediate, out, and the scales of the two
+// weights, which are null unless these are FP8.
+inline constexpr uint32_t kBuffers = 9;
+inline constexpr uint32_t kOptionalBuffers = 1u << 7 | 1u << 8;
+
+// Strides in elements of scales [experts, blocks of rows, blocks of columns].
+using ScaleStrides = std::array<uint64_t, 3>;
 
 struct Problem {
   uint32_t tokens;
@@ -18,8 +24,13 @@ struct Problem {
   uint32_t experts;
   uint32_t hidden;        // columns of x and of the result
   uint32_t intermediate;  // rows of gate, rows of up, columns of the down-projection
-  DataType type;          // bf16 or fp16
+  DataType type;          // of x and of the result: bf16 or fp16
+  OperandType weights;    // the same, or FP8 with a scale for each block of kScaleBlock rows and columns
   LinearEpilogue epilogue = LinearEpilogue::kSiluAndMul;
+  float scaling_factor = 1.0f;  // s
+  // FP8 only.
+  ScaleStrides gate_up_scale_strides{};
+  ScaleStrides down_scale_strides{};
 };
 
 // Tiling of one of the two layers.

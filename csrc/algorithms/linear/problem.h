@@ -20,7 +20,7 @@ constexpr uint32_t weight_parts(LinearEpilogue epilogue) { return epilogue == Li
 
 // Operand type of layers without scales whose results have this type. Types that no kernel serves give kBFloat16;
 // linear::check() rejects them.
-constexpr OperandType operands_of_type(DataType type) {
+LLM_COMM_HOST_DEVICE constexpr OperandType operands_of_type(DataType type) {
   return type == DataType::kFloat16 ? OperandType::kFloat16 : OperandType::kBFloat16;
 }
 

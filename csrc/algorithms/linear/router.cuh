@@ -164,13 +164,13 @@ route_tokens(LLM_COMM_KERNEL_PARAM RouterArgs args) {
 
   LLM_COMM_UNROLL(1)
   for (uint32_t tile = first_tile; tile < end_tile; tile += router::kWarps) {
-    float products[Rows / 8][2][4] = {};
+    float products[Rows / 8][1][2][4] = {};
     LLM_COMM_UNROLL(1)
     for (uint32_t box = first_box; box < end_box; box += kBoxes) {
       if (tile != first_tile || box != first_box) load_weights(tile, box);
       LLM_COMM_UNROLL(8)
       for (uint32_t n = 0; n < Rows / 8; ++n) {
-        TokenPieces pieces[kBoxes][kTokenColumns];
+        TokenPieces<F> pieces[kBoxes][1][kTokenColumns];
         LLM_COMM_UNROLL(4)
         for (uint32_t i = 0; i < kBoxes; ++i) {
           LLM_COMM_UNROLL(2)
@@ -179,7 +179,8 @@ route_tokens(LLM_COMM_KERNEL_PARAM RouterArgs args) {
             const uint32_t wanted = 8 * n + token_column(lane, c);
             const uint32_t token = wanted < args.tokens ? wanted : args.tokens - 1;
             if (box + i >= end_box) continue;
-            pieces[i][c] = load_pieces(lane, args.x + uint64_t{token} * args.row_bytes + (box + i) * kBoxRowBytes);
+            pieces[i][0][c] =
+                load_pieces<F>(lane, args.x + uint64_t{token} * args.row_bytes + (box + i) * kBoxRowBytes);
           }
         }
         LLM_COMM_UNROLL(4)
@@ -195,7 +196,8 @@ route_tokens(LLM_COMM_KERNEL_PARAM RouterArgs args) {
         const uint32_t token = 8 * n + token_of(lane, i);
         const uint32_t expert = tile * router::kTileRows + row_of_sum(lane, i);
         if (token >= args.tokens || expert >= args.experts) continue;
-        sums[(part_of_block * args.tokens + token) * args.experts + expert] = products[n][0][i] + products[n][1][i];
+        sums[(part_of_block * args.tokens + token) * args.experts + expert] =
+            products[n][0][0][i] + products[n][0][1][i];
       }
     }
   }

@@ -33,7 +33,7 @@ LLM_COMM_HOST constexpr const char* data_type_name(DataType type) {
 // Element types of matrix operands. FP8 is e4m3 (fp8.cuh).
 enum class OperandType : uint32_t { kBFloat16 = 0, kFloat16 = 1, kFloat8 = 2 };
 
-LLM_COMM_HOST constexpr uint32_t operand_bytes(OperandType type) { return type == OperandType::kFloat8 ? 1 : 2; }
+LLM_COMM_HOST_DEVICE constexpr uint32_t operand_bytes(OperandType type) { return type == OperandType::kFloat8 ? 1 : 2; }
 
 LLM_COMM_HOST constexpr const char* operand_type_name(OperandType type) {
   switch (type) {

@@ -349,51 +349,88 @@ LLM_COMM_DEVICE uint32_t row_of_sum(uint32_t lane, uint32_t i) {
 }
 inline constexpr uint32_t kLanesToNextRow = 8;
 
+// A token has as many columns as the piece of a row, so of FP8 rows it has two lines.
+template <OperandType W>
 struct TokenPieces {
-  Line low, high;
+  static constexpr uint32_t kLines = 2 / operand_bytes(W);
+  Line low[kLines], high[kLines];
 };
 
-LLM_COMM_DEVICE TokenPieces load_pieces(uint32_t lane, const char* from) {
-  const char* const piece = from + lane % 4 * sizeof(Line);
-  return {load_line(piece), load_line(piece + 4 * sizeof(Line))};
+template <OperandType W>
+LLM_COMM_DEVICE TokenPieces<W> load_pieces(uint32_t lane, const char* from) {
+  constexpr uint32_t kLines = TokenPieces<W>::kLines;
+  const char* const piece = from + lane % 4 * (kLines * sizeof(Line));
+  TokenPieces<W> pieces;
+  LLM_COMM_UNROLL(2)
+  for (uint32_t i = 0; i < kLines; ++i) {
+    pieces.low[i] = load_line(piece + i * sizeof(Line));
+    pieces.high[i] = load_line(piece + (4 * kLines + i) * sizeof(Line));
+  }
+  return pieces;
 }
 
 struct RowPieces {
-  TokenPieces upper, lower;  // of rows row_of_sum(lane, 0) and row_of_sum(lane, 2)
+  // Of rows row_of_sum(lane, 0) and row_of_sum(lane, 2), whose pieces are those of tokens.
+  TokenPieces<OperandType::kBFloat16> upper, lower;
 };
 
 LLM_COMM_DEVICE RowPieces load_row_pieces(uint32_t lane, const char* from, uint32_t row_bytes, uint32_t rows) {
   const auto load = [&](uint32_t row) {
-    return load_pieces(lane, from + uint64_t{row < rows ? row : rows - 1} * row_bytes);
+    return load_pieces<OperandType::kBFloat16>(lane, from + uint64_t{row < rows ? row : rows - 1} * row_bytes);
   };
   return {load(row_of_sum(lane, 0)), load(row_of_sum(lane, 2))};
 }
 
 namespace tiles {
 
-// Half of a tile, by pieces of two rows and of a token.
+// Two FP8 values in the type of the tokens. The host launches no kernel with them on GPUs before sm_89.
 template <OperandType F>
-LLM_COMM_DEVICE void multiply_half(float (&sums)[4], const Line& upper, const Line& lower, const Line& x) {
-  LLM_COMM_UNROLL(2)
-  for (uint32_t i = 0; i < 4; i += 2) {
-    const uint32_t a[4] = {upper.word[i], lower.word[i], upper.word[i + 1], lower.word[i + 1]};
-    const uint32_t b[2] = {x.word[i], x.word[i + 1]};
-    multiply_fragments<F>(sums, a, b);
+LLM_COMM_DEVICE uint32_t from_e4m3(uint32_t bits) {
+  float low = 0.0f, high = 0.0f;
+  convert_from_e4m3(static_cast<uint16_t>(bits), low, high);
+  return F == OperandType::kBFloat16 ? floats_to_bf16(low, high) : floats_to_fp16(low, high);
+}
+
+// Half `half` of a tile, by pieces of two rows and of N times 8 tokens.
+template <OperandType F, OperandType W, uint32_t N>
+LLM_COMM_DEVICE void multiply_half(float (&sums)[N][2][4], const Line& upper, const Line& lower,
+                                   const TokenPieces<W> (&tokens)[N][kTokenColumns], uint32_t half) {
+  constexpr uint32_t kSteps = 2 * TokenPieces<W>::kLines;
+  LLM_COMM_UNROLL(4)
+  for (uint32_t i = 0; i < kSteps; ++i) {
+    uint32_t a[4];
+    if constexpr (W == OperandType::kFloat8) {
+      a[0] = from_e4m3<F>(upper.word[i]);
+      a[1] = from_e4m3<F>(lower.word[i]);
+      a[2] = from_e4m3<F>(upper.word[i] >> 16);
+      a[3] = from_e4m3<F>(lower.word[i] >> 16);
+    } else {
+      a[0] = upper.word[2 * i];
+      a[1] = lower.word[2 * i];
+      a[2] = upper.word[2 * i + 1];
+      a[3] = lower.word[2 * i + 1];
+    }
+    LLM_COMM_UNROLL(4)
+    for (uint32_t n = 0; n < N; ++n) {
+      const Line& x = half == 0 ? tokens[n][0].low[i / 2] : tokens[n][0].high[i / 2];
+      const uint32_t b[2] = {x.word[i % 2 * 2], x.word[i % 2 * 2 + 1]};
+      multiply_fragments<F>(sums[n][half], a, b);
+    }
   }
 }
 
 }  // namespace tiles
 
 template <OperandType F>
-LLM_COMM_DEVICE void multiply_rows(float (&sums)[2][4], const RowPieces& rows,
-                                   const TokenPieces (&tokens)[kTokenColumns]) {
-  tiles::multiply_half<F>(sums[0], rows.upper.low, rows.lower.low, tokens[0].low);
-  tiles::multiply_half<F>(sums[1], rows.upper.high, rows.lower.high, tokens[0].high);
+LLM_COMM_DEVICE void multiply_rows(float (&sums)[1][2][4], const RowPieces& rows,
+                                   const TokenPieces<F> (&tokens)[1][kTokenColumns]) {
+  tiles::multiply_half<F, F>(sums, rows.upper.low[0], rows.lower.low[0], tokens, 0);
+  tiles::multiply_half<F, F>(sums, rows.upper.high[0], rows.lower.high[0], tokens, 1);
 }
 
-template <OperandType F>
-LLM_COMM_DEVICE void multiply_rows(float (&sums)[2][4], SharedAddress place,
-                                   const TokenPieces (&tokens)[kTokenColumns]) {
+template <OperandType F, OperandType W, uint32_t N>
+LLM_COMM_DEVICE void multiply_rows(float (&sums)[N][2][4], SharedAddress place,
+                                   const TokenPieces<W> (&tokens)[N][kTokenColumns]) {
   const uint32_t lane = thread_index() % kWarpThreads;
   const uint32_t row = row_of_sum(lane, 0);
   const SharedAddress low = place + row * kBoxRowBytes + (lane % 4 ^ row) * static_cast<uint32_t>(sizeof(Line));
@@ -410,7 +447,7 @@ LLM_COMM_DEVICE void multiply_rows(float (&sums)[2][4], SharedAddress place,
     const SharedAddress from = low ^ half * (kBoxRowBytes / 2);  // 4 pieces further
     const Line upper = line_at(from);
     const Line lower = line_at(from + 8 * kBoxRowBytes);
-    tiles::multiply_half<F>(sums[half], upper, lower, half == 0 ? tokens[0].low : tokens[0].high);
+    tiles::multiply_half<F, W>(sums, upper, lower, tokens, half);
   }
 }
 

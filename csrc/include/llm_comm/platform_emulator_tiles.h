@@ -121,25 +121,28 @@ LLM_COMM_DEVICE uint32_t token_column(uint32_t lane, uint32_t c) { return token_
 LLM_COMM_DEVICE uint32_t row_of_sum(uint32_t lane, uint32_t i) { return output_of(lane, i); }
 inline constexpr uint32_t kLanesToNextRow = 4;
 
+template <OperandType W>
 struct TokenPieces {
-  Line line[kBoxRowBytes / sizeof(Line)];
+  Line line[kBoxRowBytes / operand_bytes(W) * 2 / sizeof(Line)];
 };
 
-LLM_COMM_DEVICE TokenPieces load_pieces(uint32_t, const char* from) {
-  TokenPieces pieces;
+template <OperandType W>
+LLM_COMM_DEVICE TokenPieces<W> load_pieces(uint32_t, const char* from) {
+  TokenPieces<W> pieces;
   for (Line& line : pieces.line) line = load_line(std::exchange(from, from + sizeof(Line)));
   return pieces;
 }
 
 struct RowPieces {
-  TokenPieces row[2];  // row_of_sum(lane, 0) and row_of_sum(lane, 2)
+  // Rows row_of_sum(lane, 0) and row_of_sum(lane, 2), whose pieces are those of tokens.
+  TokenPieces<OperandType::kBFloat16> row[2];
 };
 
 LLM_COMM_DEVICE RowPieces load_row_pieces(uint32_t lane, const char* from, uint32_t row_bytes, uint32_t rows) {
   RowPieces pieces;
   for (uint32_t i = 0; i < 2; ++i) {
     const uint32_t row = row_of_sum(lane, 2 * i);
-    pieces.row[i] = load_pieces(lane, from + uint64_t{row < rows ? row : rows - 1} * row_bytes);
+    pieces.row[i] = load_pieces<OperandType::kBFloat16>(lane, from + uint64_t{row < rows ? row : rows - 1} * row_bytes);
   }
   return pieces;
 }
@@ -147,15 +150,15 @@ LLM_COMM_DEVICE RowPieces load_row_pieces(uint32_t lane, const char* from, uint3
 namespace tiles {
 
 // Products of two rows of a tile and two tokens. `rows`: where the two rows begin.
-template <OperandType F>
-LLM_COMM_DEVICE void multiply_pairs(float (&sums)[2][4], const void* const (&rows)[2],
-                                    const TokenPieces (&tokens)[kTokenColumns]) {
-  for (uint32_t i = 0; i < 4; ++i) {
-    const auto* const weights = static_cast<const Operand<F>*>(rows[i / 2]);
-    const auto* const x = reinterpret_cast<const Operand<F>*>(tokens[i % 2].line);
-    constexpr uint32_t kColumns = kBoxRowBytes / sizeof(Operand<F>);
+template <OperandType F, OperandType W, uint32_t N>
+LLM_COMM_DEVICE void multiply_pairs(float (&sums)[N][2][4], const void* const (&rows)[2],
+                                    const TokenPieces<W> (&tokens)[N][kTokenColumns]) {
+  constexpr uint32_t kColumns = kBoxRowBytes / sizeof(Operand<W>);
+  for (uint32_t i = 0; i < 4 * N; ++i) {
+    const auto* const weights = static_cast<const Operand<W>*>(rows[i % 4 / 2]);
+    const auto* const x = reinterpret_cast<const Operand<F>*>(tokens[i / 4][i % 2].line);
     for (uint32_t k = 0; k < kColumns; ++k) {
-      float& sum = sums[k / (kColumns / 2)][i];
+      float& sum = sums[i / 4][k / (kColumns / 2)][i % 4];
       sum = multiply_add(weights[k].value(), x[k].value(), sum);
     }
   }
@@ -164,17 +167,17 @@ LLM_COMM_DEVICE void multiply_pairs(float (&sums)[2][4], const void* const (&row
 }  // namespace tiles
 
 template <OperandType F>
-LLM_COMM_DEVICE void multiply_rows(float (&sums)[2][4], const RowPieces& rows,
-                                   const TokenPieces (&tokens)[kTokenColumns]) {
-  tiles::multiply_pairs<F>(sums, {rows.row[0].line, rows.row[1].line}, tokens);
+LLM_COMM_DEVICE void multiply_rows(float (&sums)[1][2][4], const RowPieces& rows,
+                                   const TokenPieces<F> (&tokens)[1][kTokenColumns]) {
+  tiles::multiply_pairs<F, F>(sums, {rows.row[0].line, rows.row[1].line}, tokens);
 }
 
-template <OperandType F>
-LLM_COMM_DEVICE void multiply_rows(float (&sums)[2][4], SharedAddress place,
-                                   const TokenPieces (&tokens)[kTokenColumns]) {
+template <OperandType F, OperandType W, uint32_t N>
+LLM_COMM_DEVICE void multiply_rows(float (&sums)[N][2][4], SharedAddress place,
+                                   const TokenPieces<W> (&tokens)[N][kTokenColumns]) {
   const uint32_t lane = thread_index() % kWarpThreads;
   const auto row = [&](uint32_t i) { return place + row_of_sum(lane, i) * kBoxRowBytes; };
-  tiles::multiply_pairs<F>(sums, {row(0), row(2)}, tokens);
+  tiles::multiply_pairs<F, W>(sums, {row(0), row(2)}, tokens);
 }
 
 }  // namespace llm_comm::inline LLM_COMM_TARGET

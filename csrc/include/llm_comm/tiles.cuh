@@ -35,19 +35,20 @@
 //                 multiply_wait<n>(sums): waits until all groups but the last n are complete; their tiles may then be
 //                 overwritten. The sums may be read after multiply_wait<0>(sums). The order in which a value is
 //                 accumulated depends only on the columns and on the order of the tiles.
-// Few tokens      By one warp: 16 rows of a tile of 2-byte elements times 8 tokens, which the lanes load themselves, so
-//                 tokens may lie anywhere.
-//                 TokenPieces: what a lane needs of a token for one tile. It holds those of tokens
-//                 token_column(lane, c), c < kTokenColumns, of the 8. load_pieces(lane, from): `from` is where the tile
-//                 begins in the token's row.
-//                 multiply_rows<type>(sums, place, pieces): adds to two times four sums of a lane, those of the left
+// Few tokens      By one warp: 16 rows of a tile times N times 8 tokens of 2-byte elements, which the lanes load themselves,
+//                 so tokens may lie anywhere. Weights are of the type of the tokens, or FP8, whose values it holds exactly.
+//                 TokenPieces<weights>: what a lane needs of a token for one tile. It holds those of tokens
+//                 token_column(lane, c), c < kTokenColumns, of each 8. load_pieces<weights>(lane, from): `from` is where
+//                 the tile's columns begin in the token's row.
+//                 multiply_rows<type>(sums, place, pieces): adds to N times two times four sums of a lane, of the left
 //                 and of the right half of the tile's columns. `place`: that of the tile in shared memory, or a multiple
 //                 of 8 of its rows further. Sum i is of row row_of_sum(lane, i) and of token token_of(lane, i)
 //                 (fragment.cuh). Lanes whose index differs by kLanesToNextRow have rows 2 r and 2 r + 1. The columns of
 //                 a row are added in an order that is always the same.
 //                 RowPieces: what a lane needs of 16 rows for one tile, if it loads them itself: load_row_pieces(lane,
 //                 from, row_bytes, rows). `from`: where the tile begins in the first of `rows` rows, the last of which
-//                 stands for those that are missing. multiply_rows<type>(sums, rows, pieces) takes them.
+//                 stands for those that are missing. multiply_rows<type>(sums, rows, pieces) takes them, for
+//                 8 tokens and weights of their type.
 // Warp            same_in_warp(x): x, which must be the same in all lanes; tells the compiler so. warp_sync(): warp
 //                 barrier. largest_of_lanes(x): the largest x of all lanes.
 #pragma once

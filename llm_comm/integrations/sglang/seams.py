@@ -20,6 +20,7 @@ FP8 = "linear layers of FP8"
 SILU_AND_MUL = "gate and up with silu-and-mul"
 INVARIANT_LINEAR = "batch-invariant linear layers"
 EXPERTS = "experts"
+FP8_EXPERTS = "experts of FP8"
 ROUTER = "router of experts"
 
 #: Consequence of each feature being off, for messages.
@@ -34,6 +35,7 @@ LOST = {
     SILU_AND_MUL: "Silu-and-mul of MLPs is SGLang's",
     INVARIANT_LINEAR: "Linear layers are SGLang's",
     EXPERTS: "Experts are SGLang's",
+    FP8_EXPERTS: "Experts of FP8 are SGLang's",
     ROUTER: "The router of experts is SGLang's",
 }
 
@@ -44,6 +46,7 @@ _THEIRS = "sglang.srt.distributed.device_communicators.custom_all_reduce:CustomA
 _UPDATER = "sglang.srt.managers.scheduler_components.weight_updater:SchedulerWeightUpdaterManager"
 _BOUNDARY = "sglang.srt.layers.communicator:LayerCommunicator"
 _UNQUANTIZED = "sglang.srt.layers.quantization.unquant"
+_FP8_METHOD = "sglang.srt.layers.quantization.fp8:Fp8MoEMethod"
 _LINEAR = "sglang.srt.layers.linear"
 _DISPATCHER = "sglang.srt.layers.moe.token_dispatcher.standard"
 _LLAMA = "sglang.srt.models.llama"
@@ -219,6 +222,13 @@ ROWS = (
         "sglang.srt.layers.moe.topk:StandardTopKOutput",
         "sglang.srt.layers.moe.moe_runner.base:MoeRunnerConfig",
     ),
+    Row(FP8_EXPERTS, f"{_FP8_METHOD}.apply", patch=f"{_OURS}.experts:around_fp8_apply"),
+    *digest_rows(
+        FP8_EXPERTS,
+        f"{_FP8_METHOD}.get_triton_quant_info",
+        f"{_FP8_METHOD}.process_weights_after_loading",
+        f"{_FP8_METHOD}.process_weights_after_loading_block_quant",
+    ),
     Row(ROUTER, f"{_LINEAR}:ReplicatedLinear.forward", patch=f"{_OURS}.routers:around_forward"),
     Row(ROUTER, "sglang.srt.layers.moe.topk:fused_topk", patch=f"{_OURS}.routers:around_fused_topk"),
     *digest_rows(ROUTER, "sglang.srt.layers.moe.topk:select_experts"),
@@ -248,5 +258,5 @@ def _install(symbol: str, patch: Callable[..., Any]) -> None:
         raise RuntimeError(f"{target} cannot be hooked")
 
 
-NEEDS = {FP8: LINEAR, SILU_AND_MUL: LINEAR}
+NEEDS = {FP8: LINEAR, SILU_AND_MUL: LINEAR, FP8_EXPERTS: EXPERTS}
 TABLE = Table("SGLang", "sglang", ROWS, LOST, Path(__file__).with_name("digests.json"), _install, NEEDS)

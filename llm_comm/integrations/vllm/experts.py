@@ -1,27 +1,37 @@
-"""Replacement of vLLM's ``UnquantizedFusedMoEMethod.apply`` that computes the experts of few tokens by llm_comm, with
-option ``fuse_experts``.
+"""Replacements of vLLM's ``UnquantizedFusedMoEMethod.apply`` and ``Fp8MoEMethod.apply`` that compute the experts of few
+tokens by llm_comm, with option ``fuse_experts``.
 
-Its operands are the rows of tokens, and the experts and factors that the router chose for each. Its result is this
-rank's part of the sum, which vLLM all-reduces later, so the replacement involves no other rank. vLLM calls it inside of
-an operator that torch.compile does not look into.
+Their operands are the rows of tokens, and the experts and factors that the router chose for each. Their result is this
+rank's part of the sum, which vLLM all-reduces later, so the replacements involve no other rank. vLLM calls them inside
+of an operator that torch.compile does not look into.
 
 llm_comm serves layers that vLLM computes by its Triton kernels, whose weights are in the order of the model. Layers
-with a bias, shared experts, LoRA, another activation than silu or limits of it are vLLM's, and so are all layers with
-data or expert parallelism, where other ranks' tokens are exchanged around the call.
+with a bias, shared experts, LoRA, another activation than silu or limits of it are vLLM's. All layers with data or
+expert parallelism are vLLM's, since other ranks' tokens are exchanged around the call.
+
+FP8 experts have float32 scales: of blocks of 128 x 128, or one for each expert's gate and up and one for its down
+projection. For the latter, vLLM requantizes gate and up of an expert to one scale when it loads the model. On Hopper
+with tensor parallelism alone, vLLM uses Triton for blocks, and for one scale if the model gives none for tokens. Models
+with scales of tokens use FlashInfer if it is installed. vLLM exchanges gate and up for FlashInfer, and repacks weights
+for other kernels. So experts of any kernel but Triton's are vLLM's.
 """
 
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from vllm.model_executor.layers.fused_moe.activation import MoEActivation
 from vllm.model_executor.layers.fused_moe.experts.triton_moe import TritonExperts
+from vllm.model_executor.layers.fused_moe.oracle.fp8 import Fp8MoeBackend
 from vllm.model_executor.layers.fused_moe.oracle.unquantized import UnquantizedMoeBackend
 from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import UnquantizedFusedMoEMethod
+from vllm.model_executor.layers.quantization.fp8 import Fp8MoEMethod
 
-from llm_comm.integrations.experts import Batch, Choice, computed
+from llm_comm.integrations.experts import Batch, Choice, Weights, computed, scaled, unquantized
+from llm_comm.integrations.vllm import seams
 
 logger = logging.getLogger("vllm.llm_comm")
 
@@ -48,9 +58,21 @@ class _State:
 def activate(communicator: Any, measures: bool) -> None:
     """Have ``communicator`` compute experts, all of them or those that are faster as measured."""
     _State.communicator, _State.choice = communicator, Choice(measures, "vLLM", logger)
+    seams.TABLE.attempt(seams.FP8_EXPERTS)  # the result is not voted on: each rank computes its experts alone
 
 
-def apply(
+def apply(theirs: Any, method: Any, *operands: Any, **named: Any) -> Any:
+    """Replacement of ``UnquantizedFusedMoEMethod.apply``: use llm_comm if it serves the layer and the batch."""
+    return _apply(_unquantized, theirs, method, *operands, **named)
+
+
+def fp8_apply(theirs: Any, method: Any, *operands: Any, **named: Any) -> Any:
+    """Replacement of ``Fp8MoEMethod.apply``: use llm_comm if it serves the layer and the batch."""
+    return _apply(_fp8, theirs, method, *operands, **named)
+
+
+def _apply(
+    weights_of: Callable[[Any, Any], Weights | None],
     theirs: Any,
     method: Any,
     layer: Any,
@@ -60,30 +82,44 @@ def apply(
     shared_experts: Any,
     shared_experts_input: torch.Tensor | None,
 ) -> Any:
-    """Replacement of ``UnquantizedFusedMoEMethod.apply``: use llm_comm if it serves the layer and the batch."""
-    compute = getattr(_State.communicator, "fused_experts", None)
-    if compute is None or torch.compiler.is_compiling() or shared_experts is not None or not _is_served(method, layer):
+    compute: Any = getattr(_State.communicator, "fused_experts", None)
+    is_called = compute is not None and not torch.compiler.is_compiling() and shared_experts is None
+    weights = weights_of(method, layer) if is_called else None
+    if weights is None or not _is_served(method, layer):
         return theirs(method, layer, x, topk_weights, topk_ids, shared_experts, shared_experts_input)
     batch = Batch(x, topk_weights, topk_ids)
 
-    def by_theirs(layer: Any, batch: Batch) -> Any:
+    def by_theirs(batch: Batch) -> Any:
         return theirs(method, layer, *batch, None, None)
 
-    def by_ours(layer: Any, batch: Batch) -> torch.Tensor | None:
-        return computed(compute, layer, batch)
+    def by_ours(batch: Batch) -> torch.Tensor | None:
+        return computed(compute, weights, batch)
 
-    experts = len(layer.w2_weight)
-    y = by_ours(layer, batch) if _State.choice.is_ours(layer, batch, experts, by_theirs, by_ours) else None
-    return by_theirs(layer, batch) if y is None else y
+    experts = len(weights.down)
+    y = by_ours(batch) if _State.choice.is_ours(weights, batch, experts, by_theirs, by_ours) else None
+    return by_theirs(batch) if y is None else y
+
+
+def _unquantized(method: Any, layer: Any) -> Weights | None:
+    # Subclasses compute more.
+    if type(method) is not UnquantizedFusedMoEMethod or method.unquantized_backend is not UnquantizedMoeBackend.TRITON:
+        return None
+    return unquantized(layer)
+
+
+def _fp8(method: Any, layer: Any) -> Weights | None:
+    if type(method) is not Fp8MoEMethod or method.fp8_backend is not Fp8MoeBackend.TRITON:
+        return None
+    # In 0.32 and later: smaller blocks, if tensor parallelism would divide those of the model.
+    block = getattr(method, "moe_block_shape", method.weight_block_size)
+    return scaled(layer, block if method.block_quant else None)
 
 
 def _is_served(method: Any, layer: Any) -> bool:
-    """Return whether llm_comm computes what ``method`` would, apart from shapes and dtypes."""
+    """Return whether llm_comm computes what ``method`` would, apart from weights, shapes and dtypes."""
     config = method.moe
     return (
-        type(method) is UnquantizedFusedMoEMethod  # others compute more
-        and method.unquantized_backend is UnquantizedMoeBackend.TRITON
-        and method.experts_cls is TritonExperts
+        method.experts_cls is TritonExperts
         and layer.activation is MoEActivation.SILU
         and all(_is_unset(layer, name) for name in _UNSET)
         and all(_is_unset(config, name) for name in _UNSET_IN_CONFIG)

@@ -15,6 +15,7 @@ LINEAR = "fused linear layers"
 INVARIANT_LINEAR = "batch-invariant linear layers"
 EAGER_NORMS = "fused norms outside compiled graphs"
 EXPERTS = "experts"
+FP8_EXPERTS = "experts of FP8"
 
 #: Consequence of each feature being off, for messages.
 LOST = {
@@ -27,6 +28,7 @@ LOST = {
     INVARIANT_LINEAR: "Linear layers are vLLM's",
     EAGER_NORMS: "Norms of models that vLLM does not compile are vLLM's",
     EXPERTS: "Experts are vLLM's",
+    FP8_EXPERTS: "Experts of FP8 are vLLM's",
 }
 
 _OURS = "llm_comm.integrations.vllm"
@@ -36,6 +38,7 @@ _GROUP = "vllm.distributed.parallel_state:GroupCoordinator"
 _PASSES = "vllm.compilation.passes"
 _LINEAR = "vllm.model_executor.layers.linear"
 _MOE = "vllm.model_executor.layers.fused_moe"
+_FP8_METHOD = "vllm.model_executor.layers.quantization.fp8:Fp8MoEMethod"
 
 TIMEOUT = "vllm.config:ParallelConfig.distributed_timeout_seconds"
 #: vLLM's function for an all-reduce and an RMSNorm in models that are not compiled.
@@ -204,8 +207,17 @@ ROWS = (
         f"{_MOE}.activation:MoEActivation.SILU",
         "vllm.config:VllmConfig.offload_config",
     ),
+    Row(FP8_EXPERTS, f"{_FP8_METHOD}.apply", patch=f"{_OURS}.experts:fp8_apply"),
+    *digest_rows(
+        FP8_EXPERTS,
+        f"{_FP8_METHOD}.process_weights_after_loading",
+        f"{_FP8_METHOD}._setup_kernel",
+        f"{_FP8_METHOD}.get_fused_moe_quant_config",
+        f"{_MOE}.oracle.fp8:convert_to_fp8_moe_kernel_format",
+    ),
+    *named_rows(FP8_EXPERTS, f"{_MOE}.oracle.fp8:Fp8MoeBackend.TRITON"),
 )
 
 #: Linear layers need the norms' feature: the pass manager that it replaces also runs the passes of linear layers.
-NEEDS = {LINEAR: NORMS}
+NEEDS = {LINEAR: NORMS, FP8_EXPERTS: EXPERTS}
 TABLE = Table("vLLM", "vllm", ROWS, LOST, Path(__file__).with_name("digests.json"), replace, NEEDS)

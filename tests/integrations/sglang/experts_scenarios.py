@@ -1,6 +1,7 @@
 """SGLang's experts by llm_comm: run by ``test_sglang_experts.py``, as ``scenarios.py`` is by its test.
 
-The method of experts without quantization and what it takes are excerpts, as the norms of ``fusion_scenarios.py`` are.
+The methods of experts without quantization and of FP8 ones, and what they take, are excerpts, as the norms of
+``fusion_scenarios.py`` are.
 The runner of SGLang's Triton kernels is a stand-in.
 """
 
@@ -19,10 +20,25 @@ from unittest import mock
 
 import linear_scenarios
 import torch
-from expert_layers import EXPERTS, HIDDEN, INNER, TOP_K, batch_of, check_start, expected, layer_of, timed
+from expert_layers import (
+    EXPERTS,
+    FP8,
+    HIDDEN,
+    INNER,
+    TOP_K,
+    batch_of,
+    check_start,
+    dequantized,
+    expected,
+    fp8_layer_of,
+    layer_of,
+    requantized,
+    timed,
+    weights_in,
+)
 from fusion_scenarios import Norm, empty_package, excerpt, names_in, no, server, source_of
 from linear_scenarios import meet_elsewhere
-from lost_seams import lose
+from lost_seams import OTHER_BODY, lose
 from rank_processes import Log, dist_rank, scenario, serve
 from scenarios import ours, server_options, sglang_groups
 
@@ -30,6 +46,7 @@ from llm_comm.integrations.sglang import seams
 
 _MOE, _UNQUANTIZED = "sglang.srt.layers.moe", "sglang.srt.layers.quantization.unquant"
 _METHOD = f"{_UNQUANTIZED}:UnquantizedFusedMoEMethod.apply"
+_FP8 = "sglang.srt.layers.quantization.fp8"
 
 # ---- Excerpts -------------------------------------------------------------------------------------------------------
 
@@ -84,6 +101,22 @@ unquantized = excerpt(
 )
 
 
+sys.modules[f"{_MOE}.token_dispatcher"].StandardCombineInput = dispatcher.StandardCombineInput  # type: ignore[attr-defined]
+_PLATFORMS = ("hip", "npu", "cpu", "xpu", "gfx95_supported", "fp8_fnuz")
+fp8 = excerpt(
+    _FP8,
+    "Fp8MoEMethod",
+    FusedMoEMethodBase=type("FusedMoEMethodBase", (), {"runner": None}),
+    TritonMoeQuantInfo=SimpleNamespace,
+    get_moe_runner_backend=lambda: backends.MoeRunnerBackend.TRITON,
+    **{f"_is_{name}": False for name in _PLATFORMS},
+    _use_hip_int4=False,
+    **dict.fromkeys(("use_intel_amx_backend", "use_intel_xpu_backend", "is_xpu"), no),
+    per_tensor_dequantize=lambda weight, scale: weight.float() * scale,
+    scaled_fp8_quant=requantized,
+)
+
+
 class Runner:
     """SGLang's kernels: computes the same in fp64, and notes the tokens."""
 
@@ -93,7 +126,9 @@ class Runner:
 
     def run(self, given: Any, info: Any) -> Any:
         self.tokens.append(len(given.hidden_states))
-        y = expected(*batch_in(given), info.w13_weight, info.w2_weight).to(given.hidden_states.dtype)
+        scales = getattr(info, "w13_scale", None), getattr(info, "w2_scale", None)
+        weights = map(dequantized, (info.w13_weight, info.w2_weight), scales)
+        y = expected(*batch_in(given), *weights).to(given.hidden_states.dtype)
         return dispatcher.StandardCombineInput(hidden_states=y)
 
 
@@ -125,6 +160,10 @@ def tokens_without_an_expert_of_this_rank_get_zeros() -> None:
         given.topk_output.topk_ids[0] = -1
         given.topk_output.topk_ids[3, 1] = -1
         check(method, layer, given)
+        once = method.apply(layer, given).hidden_states
+        for factor, expected in ((2, 2 * once), (None, once)):
+            with mock.patch.object(method.moe_runner_config, "routed_scaling_factor", factor):
+                assert torch.equal(method.apply(layer, given).hidden_states, expected)
         assert not method.apply(layer, given).hidden_states[0].any()
         assert method.runner.tokens == []
 
@@ -139,7 +178,6 @@ def what_llm_comm_does_not_compute_is_left_to_sglang() -> None:
             "is_gated": False,
             "apply_router_weight_on_input": True,
             "no_combine": True,
-            "routed_scaling_factor": 2.5,
             "gemm1_alpha": 1.7,
             "gemm1_clamp_limit": 7.0,
             "swiglu_limit": 7.0,
@@ -258,6 +296,83 @@ def one_rank_that_cannot_be_hooked_takes_the_others_along() -> None:
         lose(seams.TABLE, _METHOD)
     with served() as log:
         check_untouched(log, "; experts are SGLang's: rank 1 (global rank 1): ")
+
+
+# ---- FP8 ------------------------------------------------------------------------------------------------------------
+
+
+@scenario(smoke=True, LLM_COMM_FUSE_EXPERTS="1")
+def fp8_experts_are_computed_by_llm_comm() -> None:
+    with served() as log:
+        for block in (True, False):
+            method, layer = fp8_experts(block)
+            for tokens in (1, 17, 64):
+                for dtype in (torch.bfloat16, torch.float16):
+                    check(method, layer, given_of(tokens, dtype))
+            assert method.runner.tokens == []
+            check(method, layer, given_of(65))
+            assert method.runner.tokens == [65]
+        assert len(log.having("first experts")) == (dist_rank() == 0)
+
+
+@scenario(LLM_COMM_FUSE_EXPERTS="1")
+def fp8_experts_that_llm_comm_does_not_compute_are_left_to_sglang() -> None:
+    with served():
+        method, layer = fp8_experts(block=True)
+        w13_scale, w2_scale = layer.w13_weight_scale_inv, layer.w2_weight_scale_inv
+        changes: list[tuple[Any, str, Any]] = [
+            (method.runner, "runner_backend", backends.MoeRunnerBackend.DEEP_GEMM),
+            (method, "runner", None),  # of CUTLASS
+            (method, "moe_runner_config", runners.MoeRunnerConfig(activation="gelu")),
+            (method, "weight_block_size", [1, 32]),
+            (method, "weight_block_size", [64, 128]),
+            (method, "weight_block_size", None),
+            (method, "block_quant", False),
+            (layer, "w13_weight_bias", torch.zeros(1)),
+            (layer, "_mega_moe_weights_built", True),
+            (layer, "w13_weight_scale_inv", None),
+            (layer, "w13_weight_scale_inv", parameter(w13_scale.to(torch.int32))),
+            (layer, "w13_weight_scale_inv", parameter(w13_scale.transpose(1, 2))),
+            (layer, "w2_weight_scale_inv", parameter(w2_scale.bfloat16())),
+            (layer, "w2_weight_scale_inv", parameter(w2_scale.repeat(1, 2, 2))),
+        ]
+        for place, name, value in changes:
+            with mock.patch.object(place, name, value, create=not hasattr(place, name)):
+                check_declined(method, layer, name)
+        check(method, layer, given_of(4))
+        method, layer = fp8_experts(block=False)
+        with mock.patch.object(
+            layer, "w13_weight_scale", parameter(torch.ones(EXPERTS, 2))
+        ):  # gate and up have their own
+            check_declined(method, layer, "w13_weight_scale")
+        check(method, layer, given_of(4))
+        assert not method.runner.tokens
+        ours("tp").leave()
+        check(method, layer, given_of(4))
+        assert method.runner.tokens == [4]
+
+
+@scenario(LLM_COMM_FUSE_EXPERTS="auto", LLM_COMM_TUNE_AT_START="1")
+def with_auto_each_form_of_scales_is_measured() -> None:
+    with served(), timed() as measured:
+        for block in (True, False, True):
+            method, layer = fp8_experts(block)
+            check(method, layer, given_of(4))
+        check(*experts(), given_of(4))
+        assert measured == [(4, 8)] * 6
+
+
+@scenario(LLM_COMM_FUSE_EXPERTS="1")
+def fp8_experts_of_an_untested_release_are_sglangs() -> None:
+    lose(seams.TABLE, f"{_FP8}:Fp8MoEMethod.get_triton_quant_info", how=OTHER_BODY)
+    with served() as log:
+        assert len(log.having("; experts of up to 64 tokens by llm_comm (fuse_experts)")) == (dist_rank() == 0)
+        method, layer = fp8_experts(block=True)
+        check(method, layer, given_of(4))
+        assert method.runner.tokens == [4]
+        method, layer = experts()
+        check(method, layer, given_of(4))
+        assert not method.runner.tokens
 
 
 # ---- The router ------------------------------------------------------------------------------------------------------
@@ -380,6 +495,31 @@ def experts(dtype: torch.dtype = torch.bfloat16) -> tuple[Any, Any]:
     return method, layer_of(dtype)
 
 
+def fp8_experts(block: bool) -> tuple[Any, Any]:
+    """The method and the layer of FP8 experts, with numbers of this rank. A scale for each expert's tensor is what
+    SGLang makes of a checkpoint."""
+    config = SimpleNamespace(
+        weight_block_size=[128, 128] if block else None,
+        is_checkpoint_fp8_serialized=True,
+        activation_scheme="dynamic",
+        is_fp4_experts=False,
+        dequant_fp4_to_fp8=False,
+        convert_mxfp8_to_block_fp8=None,
+    )
+    method, layer = fp8.Fp8MoEMethod(config), fp8_layer_of(block)
+    method.runner = Runner(backends.MoeRunnerBackend.TRITON)
+    method.moe_runner_config = layer.moe_runner_config = runners.MoeRunnerConfig(EXPERTS, EXPERTS, HIDDEN, top_k=TOP_K)
+    if not block:
+        method.process_weights_after_loading(layer)
+        assert layer.w13_weight.dtype is FP8
+        assert layer.w13_weight_scale.shape == (EXPERTS,)
+    return method, layer
+
+
+def parameter(tensor: torch.Tensor) -> torch.nn.Parameter:
+    return torch.nn.Parameter(tensor, requires_grad=False)
+
+
 def given_of(tokens: int, dtype: torch.dtype = torch.bfloat16) -> Any:
     """What the router hands on."""
     x, factors, ids = batch_of(tokens, dtype)
@@ -430,8 +570,21 @@ def check(method: Any, layer: Any, given: Any) -> None:
     got = method.apply(layer, given)
     assert type(got) is dispatcher.StandardCombineInput
     assert torch.equal(given.hidden_states, before)
-    want = expected(*batch_in(given), layer.w13_weight, layer.w2_weight)
+    want = expected(*batch_in(given), *weights_in(layer))
     torch.testing.assert_close(got.hidden_states.double(), want, rtol=0.02, atol=0.02)
+
+
+def check_declined(method: Any, layer: Any, why: str) -> None:
+    """That the hook does not ask llm_comm."""
+    from llm_comm.integrations.sglang import experts as hooks  # it imports the excerpts
+
+    with mock.patch.object(hooks, "computed", never):
+        got = hooks.around_fp8_apply(lambda *_: "SGLang's", method, layer, given_of(4))
+    assert got == "SGLang's", why
+
+
+def never(*_: Any) -> None:
+    raise AssertionError("llm_comm is asked")
 
 
 def check_untouched(log: Log, said: str) -> None:

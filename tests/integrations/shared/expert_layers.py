@@ -13,6 +13,9 @@ from rank_processes import Log, dist_rank
 from torch import nn
 
 EXPERTS, TOP_K, HIDDEN, INNER = 6, 2, 128, 64
+#: Intermediate size of FP8 experts: two blocks with scales.
+FP8_INNER = 256
+FP8 = torch.float8_e4m3fn
 
 
 def layer_of(dtype: torch.dtype = torch.bfloat16) -> Any:
@@ -22,6 +25,48 @@ def layer_of(dtype: torch.dtype = torch.bfloat16) -> Any:
         weight = torch.randn(shape, generator=random) / shape[-1] ** 0.5
         setattr(layer, name, nn.Parameter(weight.to(dtype), requires_grad=False))
     return layer
+
+
+def fp8_layer_of(block: bool) -> Any:
+    """Return a layer with FP8 weights of this rank, as a checkpoint has them: a scale for each block, or for each of an
+    expert's three weights."""
+    random, layer = torch.Generator().manual_seed(dist_rank()), nn.Module()
+    layer.intermediate_size_per_partition, layer.num_local_experts, layer.local_num_experts = (
+        FP8_INNER,
+        EXPERTS,
+        EXPERTS,
+    )
+    layer.w13_input_scale = layer.w2_input_scale = None
+    for name, shape in (("w13_weight", (2 * FP8_INNER, HIDDEN)), ("w2_weight", (HIDDEN, FP8_INNER))):
+        weight = torch.randn(EXPERTS, *shape, generator=random).to(FP8)
+        of_tensors = (2,) if name == "w13_weight" else ()
+        scale = torch.rand(EXPERTS, *([size // 128 for size in shape] if block else of_tensors), generator=random)
+        setattr(layer, name, nn.Parameter(weight, requires_grad=False))
+        scale_name = f"{name}_scale_inv" if block else f"{name}_scale"
+        setattr(layer, scale_name, nn.Parameter((scale + 0.5) / shape[-1] ** 0.5, requires_grad=False))
+    return layer
+
+
+def dequantized(weight: torch.Tensor, scale: torch.Tensor | None) -> torch.Tensor:
+    """Return weights times their scales: None, one for each expert, or one for each block."""
+    if scale is None:
+        return weight
+    scale = scale.double().view(len(weight), *(scale.shape[1:] or (1, 1)))
+    for dimension in (1, 2):
+        scale = scale.repeat_interleave(weight.shape[dimension] // scale.shape[dimension], dimension)
+    return weight.double() * scale
+
+
+def weights_in(layer: Any) -> list[torch.Tensor]:
+    """Return the weights of a layer, dequantized."""
+    names = ("w13_weight", "w2_weight")
+    scales = [getattr(layer, f"{name}_scale", getattr(layer, f"{name}_scale_inv", None)) for name in names]
+    return [dequantized(getattr(layer, name), scale) for name, scale in zip(names, scales, strict=True)]
+
+
+def requantized(weight: torch.Tensor, scale: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Quantize by a given scale, as the engines' kernel for it does."""
+    return (weight.float() / scale).to(FP8), scale
 
 
 def batch_of(tokens: int, dtype: torch.dtype = torch.bfloat16) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:

@@ -1,6 +1,7 @@
 """vLLM's experts by llm_comm: run by ``test_vllm_experts.py``, as ``scenarios.py`` is by its test.
 
-The method of experts without quantization is vLLM's. A stand-in takes the place of its Triton kernels.
+The methods of experts without quantization and of FP8 ones are vLLM's. A stand-in takes the place of its Triton
+kernels.
 """
 
 from __future__ import annotations
@@ -12,16 +13,32 @@ from typing import Any
 from unittest import mock
 
 import torch
-from expert_layers import EXPERTS, HIDDEN, batch_of, check_start, expected, layer_of, timed
-from lost_seams import lose
+from expert_layers import (
+    EXPERTS,
+    HIDDEN,
+    batch_of,
+    check_start,
+    dequantized,
+    expected,
+    fp8_layer_of,
+    layer_of,
+    requantized,
+    timed,
+    weights_in,
+)
+from lost_seams import OTHER_BODY, lose
 from rank_processes import Log, dist_rank, scenario
 from scenarios import parallel_state, vllm_groups
 from vllm.config import VllmConfig
 from vllm.model_executor.layers.fused_moe.activation import MoEActivation
 from vllm.model_executor.layers.fused_moe.experts.triton_moe import TritonExperts
+from vllm.model_executor.layers.fused_moe.oracle.fp8 import Fp8MoeBackend
 from vllm.model_executor.layers.fused_moe.oracle.unquantized import UnquantizedMoeBackend
 from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import UnquantizedFusedMoEMethod
+from vllm.model_executor.layers.quantization import fp8
+from vllm.model_executor.layers.quantization.utils import fp8_utils
 
+from llm_comm.integrations.vllm import experts as hooks
 from llm_comm.integrations.vllm import seams
 
 _METHOD = "vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method:UnquantizedFusedMoEMethod.apply"
@@ -30,13 +47,24 @@ _METHOD = "vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method:Unq
 class Kernel:
     """vLLM's kernels: computes the same in fp64, and notes the tokens."""
 
-    def __init__(self) -> None:
-        self.tokens: list[int] = []
+    is_monolithic = False
 
-    def apply(self, **given: Any) -> torch.Tensor:
-        x = given["hidden_states"]
-        self.tokens.append(len(x))
-        return expected(x, given["topk_weights"], given["topk_ids"], given["w1"], given["w2"]).to(x.dtype)
+    def __init__(self, scales: Any = (None, None)) -> None:
+        self.tokens: list[int] = []
+        self.scales = scales
+
+    def apply(
+        self,
+        hidden_states: torch.Tensor,
+        w1: torch.Tensor,
+        w2: torch.Tensor,
+        topk_weights: torch.Tensor,
+        topk_ids: torch.Tensor,
+        **_: Any,
+    ) -> torch.Tensor:
+        self.tokens.append(len(hidden_states))
+        weights = map(dequantized, (w1, w2), self.scales)
+        return expected(hidden_states, topk_weights, topk_ids, *weights).to(hidden_states.dtype)
 
 
 # ---- Scenarios ------------------------------------------------------------------------------------------------------
@@ -108,6 +136,79 @@ def with_auto_batches_that_are_faster_are_computed_by_llm_comm() -> None:
         assert len(log.having("llm_comm: experts of 4 tokens: 0.5 us, vLLM's 1.0")) == (dist_rank() == 0)
 
 
+@scenario(smoke=True, LLM_COMM_FUSE_EXPERTS="1")
+def fp8_experts_are_computed_by_llm_comm() -> None:
+    with served() as log:
+        for block in (True, False):
+            method, layer = fp8_experts(block)
+            for tokens in (1, 17, 64):
+                for dtype in (torch.bfloat16, torch.float16):
+                    check(method, layer, tokens, dtype)
+            assert method.moe_kernel.tokens == []
+            check(method, layer, 65)
+            assert method.moe_kernel.tokens == [65]
+        assert len(log.having("first experts")) == (dist_rank() == 0)
+
+
+@scenario(LLM_COMM_FUSE_EXPERTS="1")
+def fp8_experts_that_llm_comm_does_not_compute_are_left_to_vllm() -> None:
+    with served():
+        method, layer = fp8_experts(block=True)
+        w13_scale, w2_scale = layer.w13_weight_scale_inv, layer.w2_weight_scale_inv
+        block_shape = "moe_block_shape" if hasattr(method, "moe_block_shape") else "weight_block_size"
+        backends = [backend for backend in Fp8MoeBackend if backend is not Fp8MoeBackend.TRITON]
+        changes: list[tuple[Any, str, Any]] = [
+            *((method, "fp8_backend", backend) for backend in backends),
+            (method, "experts_cls", object),
+            (method, block_shape, [64, 64]),
+            (method, block_shape, None),
+            (method, "block_quant", False),
+            (method.moe, "has_bias", True),
+            (layer, "expert_map", torch.zeros(EXPERTS, dtype=torch.int32)),
+            (layer, "w13_weight_scale_inv", None),
+            (layer, "w13_weight_scale_inv", parameter(w13_scale.to(torch.int32))),
+            (layer, "w13_weight_scale_inv", parameter(w13_scale.transpose(1, 2))),
+            (layer, "w2_weight_scale_inv", parameter(w2_scale.bfloat16())),
+            (layer, "w2_weight_scale_inv", parameter(w2_scale.repeat(1, 2, 2))),
+        ]
+        for place, name, value in changes:
+            with mock.patch.object(place, name, value, create=not hasattr(place, name)):
+                check_declined(method, layer, f"{name} {value}")
+        method.__class__ = type("Other", (fp8.Fp8MoEMethod,), {})
+        check_declined(method, layer, "its class")
+        method.__class__ = fp8.Fp8MoEMethod
+        check(method, layer, 4)
+        method, layer = fp8_experts(block=False)
+        with mock.patch.object(
+            layer, "w13_weight_scale", parameter(torch.ones(EXPERTS, 2))
+        ):  # gate and up have their own
+            check_declined(method, layer, "w13_weight_scale")
+        check(method, layer, 4)
+        assert not method.moe_kernel.tokens
+
+
+@scenario(LLM_COMM_FUSE_EXPERTS="auto", LLM_COMM_TUNE_AT_START="1")
+def with_auto_each_form_of_scales_is_measured() -> None:
+    with served(), timed() as measured:
+        for block in (True, False, True):
+            check(*fp8_experts(block), 4)
+        check(*experts(), 4)
+        assert measured == [(4, 8)] * 6
+
+
+@scenario(LLM_COMM_FUSE_EXPERTS="1")
+def fp8_experts_of_an_untested_release_are_vllms() -> None:
+    lose(seams.TABLE, "vllm.model_executor.layers.quantization.fp8:Fp8MoEMethod._setup_kernel", how=OTHER_BODY)
+    with served() as log:
+        assert len(log.having("; experts of up to 64 tokens by llm_comm (fuse_experts)")) == (dist_rank() == 0)
+        method, layer = fp8_experts(block=True)
+        check(method, layer, 4)
+        assert method.moe_kernel.tokens == [4]
+        method, layer = experts()
+        check(method, layer, 4)
+        assert not method.moe_kernel.tokens
+
+
 @scenario()
 def without_the_option_experts_are_vllms() -> None:
     before = UnquantizedFusedMoEMethod.apply
@@ -164,21 +265,69 @@ def experts(dtype: torch.dtype = torch.bfloat16) -> tuple[Any, Any]:
     """The method and the layer of experts, with numbers of this rank."""
     method = object.__new__(UnquantizedFusedMoEMethod)
     torch.nn.Module.__init__(method)
-    method.unquantized_backend, method.experts_cls = UnquantizedMoeBackend.TRITON, TritonExperts
-    method.moe_kernel = Kernel()
-    method.moe = SimpleNamespace(moe_parallel_config=SimpleNamespace(dp_size=1, ep_size=1, pcp_size=1, sp_size=1))
+    method.unquantized_backend = UnquantizedMoeBackend.TRITON
     method._forward_method = method.forward_native
     layer = layer_of(dtype)
+    set_up(method, layer, Kernel())
+    return method, layer
+
+
+def fp8_experts(block: bool) -> tuple[Any, Any]:
+    """The method and the layer of FP8 experts, with numbers of this rank. vLLM makes weights and scales of a
+    checkpoint."""
+    method, layer = object.__new__(fp8.Fp8MoEMethod), fp8_layer_of(block)
+    method.fp8_backend, method.block_quant = Fp8MoeBackend.TRITON, block
+    method.weight_block_size = layer.weight_block_size = [128, 128] if block else None
+    if seams.TABLE.has("vllm.model_executor.layers.quantization.fp8:Fp8MoEMethod._init_moe_kernel"):  # 0.32
+        method.moe_block_shape, method.per_act_token_quant = method.weight_block_size, False
+    method.weight_scale_name = "weight_scale_inv" if block else "weight_scale"
+    method.quant_config = SimpleNamespace(activation_scheme="dynamic")
+    layer._expert_routing_tables = lambda: None
+    set_up(method, layer, None)
+    made: list[Any] = []
+    kernels = SimpleNamespace(scaled_fp8_quant=requantized)
+    with (
+        mock.patch.object(fp8_utils, "ops", kernels),
+        mock.patch.object(fp8, "make_fp8_moe_kernel", lambda **given: made.append(given["moe_quant_config"])),
+    ):
+        method.process_weights_after_loading(layer)
+    (config,) = made
+    method.moe_kernel = Kernel((config.w1_scale, config.w2_scale))
+    return method, layer
+
+
+def set_up(method: Any, layer: Any, kernel: Any) -> None:
+    """Set what all methods and layers have in common."""
+    method.experts_cls, method.moe_kernel = TritonExperts, kernel
+    method.moe = SimpleNamespace(
+        moe_parallel_config=SimpleNamespace(dp_size=1, ep_size=1, pcp_size=1, sp_size=1),
+        has_bias=False,
+        is_act_and_mul=True,
+    )
     layer.activation, layer.apply_router_weight_on_input = MoEActivation.SILU, False
     layer.global_num_experts, layer.expert_map = EXPERTS, None
-    return method, layer
+
+
+def parameter(tensor: torch.Tensor) -> torch.nn.Parameter:
+    return torch.nn.Parameter(tensor, requires_grad=False)
 
 
 def check(method: Any, layer: Any, tokens: int, dtype: torch.dtype = torch.bfloat16) -> None:
     batch = batch_of(tokens, dtype)
     got = method.apply(layer, *batch, None, None)
-    want = expected(*batch, layer.w13_weight, layer.w2_weight)
+    want = expected(*batch, *weights_in(layer))
     torch.testing.assert_close(got.double(), want, rtol=0.02, atol=0.02)
+
+
+def check_declined(method: Any, layer: Any, why: str) -> None:
+    """That the replacement does not ask llm_comm."""
+    with mock.patch.object(hooks, "computed", never):
+        got = hooks.fp8_apply(lambda *_: "vLLM's", method, layer, *batch_of(4), None, None)
+    assert got == "vLLM's", why
+
+
+def never(*_: Any) -> None:
+    raise AssertionError("llm_comm is asked")
 
 
 def check_untouched(log: Log, said: str) -> None:
