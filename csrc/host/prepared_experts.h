@@ -24,8 +24,9 @@ class PreparedExperts final : public PreparedCall {
         gate_up_(layer(true, gate_up)),
         down_(layer(false, down)) {}
 
-  // `buffers`: see experts::kBuffers. `intermediate` has room for [tokens * top_k, columns of the down-projection]. Throws std::invalid_argument
-  // for an address that is not aligned. Returns kFailed if the communicator has failed.
+  // `buffers`: see experts::kBuffers. `intermediate` has room for [tokens * top_k, columns of the down-projection].
+  // Throws std::invalid_argument for an address that is not aligned, or scales that do not go with the weights. Returns
+  // kFailed if the communicator has failed.
   Outcome run(const uint64_t* buffers, uint64_t stream) override {
     const uint64_t x = buffers[0], gate_up = buffers[1], down = buffers[2], intermediate = buffers[5], out = buffers[6];
     if ((x | gate_up | down | intermediate | out) % sizeof(Line) != 0) {

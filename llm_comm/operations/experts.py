@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from functools import partial
 from typing import Any
 
@@ -27,6 +26,7 @@ from llm_comm.runtime.core_handle import CoreHandle
 
 _EPILOGUES: dict[str, _core.Epilogue] = {"silu": "silu_and_mul", "gelu_tanh": "gelu_tanh_and_mul"}
 _WEIGHTS = ("gate_up_weight", "down_weight")
+_LARGEST = torch.finfo(torch.float32).max
 _SCALES = ("gate_up_scale", "down_scale")
 _CHOICE = {"topk_weights": torch.float32, "topk_ids": torch.int32}
 _OPERANDS = Operands("fused_experts", ("x", *_WEIGHTS, "topk_weights", "topk_ids", *_SCALES), ("out",))
@@ -114,8 +114,8 @@ class Experts(FewTokens):
         why = self._why_not_tensors(given, dict.fromkeys(_WEIGHTS, 3), like_x, dtypes | _CHOICE)
         if not why and activation not in _EPILOGUES:
             why = f"activation is {activation!r}; it must be one of {', '.join(_EPILOGUES)}"
-        if not why and not (type(routed_scaling_factor) is float and math.isfinite(routed_scaling_factor)):
-            why = f"routed_scaling_factor is {quoted(routed_scaling_factor)}; it must be a finite float"
+        if not why and not (type(routed_scaling_factor) is float and abs(routed_scaling_factor) <= _LARGEST):
+            why = f"routed_scaling_factor is {quoted(routed_scaling_factor)}; it must be a finite float of 32 bits"
         why = why or self._why_not_shapes({name: tuple(tensor.shape) for name, tensor in given.items()}, is_fp8)
         return why or (self._why_not_scales(scales, down_weight.shape) if is_fp8 else "")
 

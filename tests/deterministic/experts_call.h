@@ -20,7 +20,7 @@ class ExpertsCall final : public Call {
       : problem_(draw_problem(random)),
         gate_up_{experts::kUnitRows, random.between(2, 3), experts::kWarps},
         // Few blocks: other ranks wait for this one, and it must end long before kTimeoutNs.
-        down_{problem_.hidden > 128 ? random.pick({40u, 64u}) : random.pick({8u, 24u}), random.between(2, 3),
+        down_{problem_.hidden > 128 ? random.pick({40u, 64u}) : random.pick({8u, 40u, 64u}), random.between(2, 3),
               random.pick({2u, 4u})},
         threads_(random.between(1, 4)) {
     fill(source_, problem_.tokens * problem_.hidden, random);

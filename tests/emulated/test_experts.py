@@ -138,7 +138,7 @@ def test_fp8_weights(tokens: int, top_k: int, experts: int, hidden: int, interme
     for token in (0, tokens - 1):  # each alone, in groups of another size
         one = slice(token, token + 1)
         assert torch.equal(run(x[one], layer, ids[one], weights[one]), out[one])
-    for gate_up, down in (((16, 3, 8), (8, 3, 1)), ((16, 2, 8), (64, 2, 3))):
+    for gate_up, down in (((16, 3, 8), (8, 3, 1)), ((16, 2, 8), (64, 2, 3)), ((16, 2, 8), (24, 2, 2))):
         choices = {
             name: _core.LinearChoice(block_outputs=outputs, stages=stages, stage_boxes=boxes)
             for name, (outputs, stages, boxes) in {"gate_up": gate_up, "down": down}.items()
@@ -418,8 +418,9 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({"topk_weights": torch.zeros(3, 2, dtype=BF16)}, "topk_weights is torch.bfloat16; it must be torch.float32"),
     ({"topk_weights": torch.zeros(3, 3)}, "topk_weights has shape (3, 3)"),
     ({"activation": "relu"}, "activation is 'relu'; it must be one of silu, gelu_tanh"),
-    ({"routed_scaling_factor": 2}, "routed_scaling_factor is 2; it must be a finite float"),
-    ({"routed_scaling_factor": float("inf")}, "routed_scaling_factor is inf; it must be a finite float"),
+    ({"routed_scaling_factor": 2}, "routed_scaling_factor is 2; it must be a finite float of 32 bits"),
+    ({"routed_scaling_factor": 1e39}, "routed_scaling_factor is 1e+39; it must be a finite float of 32 bits"),
+    ({"routed_scaling_factor": float("nan")}, "routed_scaling_factor is nan; it must be a finite float of 32 bits"),
     ({"out": torch.zeros(3, 64, dtype=BF16)}, "must be contiguous and like the result"),
     ({"out": torch.zeros(3, 128)}, "must be contiguous and like the result"),
 ]

@@ -156,6 +156,7 @@ def test_shapes_can_be_split_over_8_ranks(shape: str) -> None:
         ("llama-2-70b-quarter", "llama-2-70b-quarter-fp8"),
         ("llama-2-70b-quarter", "llama-2-70b-quarter-fp8-dynamic"),
         ("qwen3-32b-quarter", "qwen3-32b-quarter-fp8"),
+        ("qwen3-30b-a3b", "qwen3-30b-a3b-fp8"),
     ],
 )
 def test_a_shape_in_fp8_differs_by_its_quantization_alone(shape: str, quantized: str) -> None:

@@ -69,6 +69,7 @@ def test_sums_without_an_addend_do_not(kind: str) -> None:
         ("llama-2-70b-quarter-fp8-dynamic", checks.QUANTIZED),
         ("qwen3-32b-quarter-fp8", checks.QUANTIZED),
         ("qwen3-30b-a3b", checks.EXPERTS),
+        ("qwen3-30b-a3b-fp8", checks.EXPERTS),
     ],
 )
 def test_the_tolerance_is_that_of_the_model(shape: str, tolerance: checks.Tolerance) -> None:

@@ -30,7 +30,8 @@ uint32_t shared_bytes(const Problem& problem, bool is_gated, const Choice& choic
 
 // Bytes of shared memory for a block, so that a multiprocessor has room for one of gate and up beside one of the
 // down-projection, which begins early, and not for two of gate and up. The driver takes 1 KiB for each. With many places
-// the down-projection needs more, and begins later.
+// the down-projection needs more, and begins later. With groups of 32 tokens it does so too: both need more registers
+// than there are.
 uint32_t share_of_shared(bool is_gated, uint32_t max_shared_bytes) {
   return is_gated ? max_shared_bytes / 2 : max_shared_bytes / 2 - 1024;
 }

@@ -19,9 +19,9 @@
 // up the places of each token, each times its factor. So nothing is left to reduce.
 //
 // Order of additions. Of gate and up, tile i of a row is of warp i % kWarps; the down-projection has one warp for a row.
-// A warp adds the left and the right halves of its tiles in two sums, in ascending order, and then these two. With FP8 it
-// adds the two halves of a tile, and then the tiles in ascending order. The sums of the warps are added in ascending order, and so are the places of a token. So the bits of a token do not depend on
-// other tokens or on the tiling.
+// A warp adds the left and the right halves of its tiles in two sums, in ascending order, and then these two. With FP8
+// it adds the two halves of a tile, and then the tiles in ascending order. The sums of the warps are added in ascending
+// order, and so are the places of a token. So the bits of a token do not depend on other tokens or on the tiling.
 //
 // FP8. Weights are multiplied by tokens that are not quantized: an FP8 value is exact in their type. A tile has the
 // columns of one block of scales, so the sum of its products is scaled when it is added to the sums of the row.
@@ -65,8 +65,8 @@ LLM_COMM_DEVICE void arrive_as_warp(SharedAddress barrier) {
   if (thread_index() % kWarpThreads == 0) barrier_arrive(barrier);
 }
 
-// Tokens of a group, as the lanes of a warp load and multiply them, and the scales of the weights. Rows of the matrix `x`
-// of the kernel's parameters are tokens, or places. W: type of the weights.
+// Tokens of a group, as the lanes of a warp load and multiply them, and the scales of the weights. Rows of the matrix
+// `x` of the kernel's parameters are tokens, or places. W: type of the weights.
 template <OperandType W, DataType D, uint32_t Rows, bool OfPlaces>
 class GroupTokens {
   static constexpr bool kHasScales = W == OperandType::kFloat8;

@@ -10,8 +10,8 @@
 
 namespace llm_comm::experts {
 
-// Buffers of a call: x, gate_up_weight, down_weight, topk_ids, topk_weights, intermediate, out, and the scales of the two
-// weights, which are null unless these are FP8.
+// Buffers of a call: x, gate_up_weight, down_weight, topk_ids, topk_weights, intermediate, out, and the scales of the
+// two weights, which are null unless these are FP8.
 inline constexpr uint32_t kBuffers = 9;
 inline constexpr uint32_t kOptionalBuffers = 1u << 7 | 1u << 8;
 

@@ -104,7 +104,7 @@ uint64_t Machine::modify(void* address, uint32_t bytes, uint64_t (*update)(uint6
 
 void Machine::private_access() {
   if (running_thread() == nullptr) return;
-  quiet_turns_ = 0;  // threads poll memory of the model
+  quiet_turns_ = 0;
   if (random_.chance(parameters_.scheduler.preempt)) running().fiber.suspend();
 }
 

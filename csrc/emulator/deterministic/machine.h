@@ -113,7 +113,8 @@ class Machine {
   void store(void* address, const void* from, uint32_t bytes, uint32_t unit, Order order, Alias alias);
   uint64_t modify(void* address, uint32_t bytes, uint64_t (*update)(uint64_t, const void*), const void* arguments,
                   Alias alias);
-  // Access to memory outside the model: may let another thread run first. No effect when the host calls it.
+  // Access to memory outside the model: may let another thread run first. It is progress: threads poll memory of the
+  // model. No effect when the host calls it.
   void private_access();
   void fence();
   void fence_aliases();

@@ -386,9 +386,20 @@ namespace tiles {
 // Two FP8 values in the type of the tokens. The host launches no kernel with them on GPUs before sm_89.
 template <OperandType F>
 LLM_COMM_DEVICE uint32_t from_e4m3(uint32_t bits) {
-  float low = 0.0f, high = 0.0f;
-  convert_from_e4m3(static_cast<uint16_t>(bits), low, high);
-  return F == OperandType::kBFloat16 ? floats_to_bf16(low, high) : floats_to_fp16(low, high);
+#if __CUDA_ARCH__ >= 890
+  if constexpr (F == OperandType::kFloat16) {
+    uint32_t packed;
+    asm("cvt.rn.f16x2.e4m3x2 %0, %1;" : "=r"(packed) : "h"(static_cast<uint16_t>(bits)));
+    return packed;
+  } else {
+    float low, high;
+    convert_from_e4m3(static_cast<uint16_t>(bits), low, high);
+    return floats_to_bf16(low, high);
+  }
+#else
+  __trap();
+  return bits;
+#endif
 }
 
 // Half `half` of a tile, by pieces of two rows and of N times 8 tokens.

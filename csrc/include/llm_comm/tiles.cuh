@@ -35,11 +35,12 @@
 //                 multiply_wait<n>(sums): waits until all groups but the last n are complete; their tiles may then be
 //                 overwritten. The sums may be read after multiply_wait<0>(sums). The order in which a value is
 //                 accumulated depends only on the columns and on the order of the tiles.
-// Few tokens      By one warp: 16 rows of a tile times N times 8 tokens of 2-byte elements, which the lanes load themselves,
-//                 so tokens may lie anywhere. Weights are of the type of the tokens, or FP8, whose values it holds exactly.
+// Few tokens      By one warp: 16 rows of a tile times N times 8 tokens of 2-byte elements, which the lanes load
+//                 themselves, so tokens may lie anywhere. Weights are of the type of the tokens, or FP8, whose values
+//                 that type holds exactly.
 //                 TokenPieces<weights>: what a lane needs of a token for one tile. It holds those of tokens
-//                 token_column(lane, c), c < kTokenColumns, of each 8. load_pieces<weights>(lane, from): `from` is where
-//                 the tile's columns begin in the token's row.
+//                 token_column(lane, c), c < kTokenColumns, of each 8. load_pieces<weights>(lane, from): `from` is
+//                 where the tile's columns begin in the token's row.
 //                 multiply_rows<type>(sums, place, pieces): adds to N times two times four sums of a lane, of the left
 //                 and of the right half of the tile's columns. `place`: that of the tile in shared memory, or a multiple
 //                 of 8 of its rows further. Sum i is of row row_of_sum(lane, i) and of token token_of(lane, i)

@@ -333,9 +333,12 @@ def _set_up_experts(group: Any, communicator: Communicator) -> str:
         return f"; experts are SGLang's: {why_not}"
     from llm_comm.integrations.sglang.experts import activate
 
-    activate(group, measures=config.fuse_experts == "auto")
-    # With "auto" it would have to be measured, by all ranks together.
-    return experts.about(config) + ("" if config.fuse_experts == "auto" else _set_up_router(group, communicator))
+    why_no_fp8 = joining.objection_of_any(group.cpu_group, TABLE.attempt(seams.FP8_EXPERTS), seams.FP8_EXPERTS)
+    activate(group, measures=config.fuse_experts == "auto", fp8=why_no_fp8 is None)
+    found = experts.about(config)
+    if config.fuse_experts != "auto":  # with "auto" it would have to be measured, by all ranks together
+        found += _set_up_router(group, communicator)
+    return found if why_no_fp8 is None else f"{found}; experts of FP8 are SGLang's: {why_no_fp8}"
 
 
 def _set_up_router(group: Any, communicator: Communicator) -> str:

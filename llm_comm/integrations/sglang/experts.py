@@ -2,8 +2,8 @@
 
 ``UnquantizedFusedMoEMethod.apply`` and ``Fp8MoEMethod.apply`` are hooked. Their input is what the router has chosen:
 rows of tokens, and the experts and factors of each. Their result is this rank's part of the sum, which SGLang, or a
-fused norm, all-reduces later. So the hooks involve no other rank. Ranks decide alike, since the decision depends on
-shapes, dtypes and the layer's settings.
+fused norm, all-reduces later. So the hooks involve no other rank, and each rank's part is right by either
+kernel. Without measurements ranks decide alike: by shapes, dtypes and the layer's settings.
 
 llm_comm serves layers that SGLang computes by its Triton kernels, whose weights are in the order of the model. Layers
 with a bias, with another activation than silu or with any setting of ``MoeRunnerConfig`` that changes what is computed
@@ -30,7 +30,6 @@ from sglang.srt.layers.moe.token_dispatcher.standard import StandardCombineInput
 from sglang.srt.layers.moe.topk import StandardTopKOutput
 
 from llm_comm.integrations.experts import Batch, Choice, Weights, computed, scaled, unquantized
-from llm_comm.integrations.sglang import seams
 
 logger = logging.getLogger("sglang.llm_comm")
 
@@ -59,16 +58,24 @@ class _State:
     Attributes:
         group: SGLang's tensor-parallel group, whose communicator computes the experts; None: SGLang does.
         choice: Which batches it computes.
+        serves_fp8: It computes those of FP8 too.
     """
 
     group: Any = None
     choice: Any = None
+    serves_fp8 = False
 
 
-def activate(group: Any, measures: bool) -> None:
-    """Have the communicator of SGLang's ``group`` compute experts, all of them or those that are faster as measured."""
+def activate(group: Any, measures: bool, fp8: bool) -> None:
+    """Have the communicator of SGLang's ``group`` compute experts, all of them or those that are faster as measured.
+
+    Args:
+        group: SGLang's tensor-parallel group.
+        measures: Measure which are faster.
+        fp8: Also those of FP8.
+    """
     _State.group, _State.choice = group, Choice(measures, "SGLang", logger)
-    seams.TABLE.attempt(seams.FP8_EXPERTS)  # the result is not voted on: each rank computes its experts alone
+    _State.serves_fp8 = fp8
 
 
 def around_apply(theirs: Any, method: Any, layer: Any, dispatch_output: Any) -> Any:
@@ -113,7 +120,7 @@ def _unquantized(method: Any, layer: Any) -> Weights | None:
 
 
 def _fp8(method: Any, layer: Any) -> Weights | None:
-    if getattr(layer, "_mega_moe_weights_built", False):  # rows of gate and up in turn
+    if not _State.serves_fp8 or getattr(layer, "_mega_moe_weights_built", False):  # the latter: rows in turn
         return None
     return scaled(layer, method.weight_block_size if method.block_quant else None)
 

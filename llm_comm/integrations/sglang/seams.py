@@ -48,6 +48,8 @@ _BOUNDARY = "sglang.srt.layers.communicator:LayerCommunicator"
 _UNQUANTIZED = "sglang.srt.layers.quantization.unquant"
 _FP8_METHOD = "sglang.srt.layers.quantization.fp8:Fp8MoEMethod"
 _LINEAR = "sglang.srt.layers.linear"
+_RUNNER = "sglang.srt.layers.moe.moe_runner"
+_FUSED_MOE = f"{_RUNNER}.triton_utils.fused_moe"
 _DISPATCHER = "sglang.srt.layers.moe.token_dispatcher.standard"
 _LLAMA = "sglang.srt.models.llama"
 _QWEN2 = "sglang.srt.models.qwen2"
@@ -220,7 +222,9 @@ ROWS = (
         f"{_DISPATCHER}:StandardDispatchOutput",
         f"{_DISPATCHER}:StandardCombineInput",
         "sglang.srt.layers.moe.topk:StandardTopKOutput",
-        "sglang.srt.layers.moe.moe_runner.base:MoeRunnerConfig",
+        f"{_RUNNER}.base:MoeRunnerConfig",
+        # Where the sum is multiplied by the factor of the configuration, since 0.5.23 in a function of its own.
+        f"{_FUSED_MOE}:moe_combine_topk {_FUSED_MOE}:_fused_moe_kernel_sequence",
     ),
     Row(FP8_EXPERTS, f"{_FP8_METHOD}.apply", patch=f"{_OURS}.experts:around_fp8_apply"),
     *digest_rows(

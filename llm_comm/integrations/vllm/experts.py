@@ -25,13 +25,10 @@ from typing import Any
 import torch
 from vllm.model_executor.layers.fused_moe.activation import MoEActivation
 from vllm.model_executor.layers.fused_moe.experts.triton_moe import TritonExperts
-from vllm.model_executor.layers.fused_moe.oracle.fp8 import Fp8MoeBackend
 from vllm.model_executor.layers.fused_moe.oracle.unquantized import UnquantizedMoeBackend
 from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import UnquantizedFusedMoEMethod
-from vllm.model_executor.layers.quantization.fp8 import Fp8MoEMethod
 
 from llm_comm.integrations.experts import Batch, Choice, Weights, computed, scaled, unquantized
-from llm_comm.integrations.vllm import seams
 
 logger = logging.getLogger("vllm.llm_comm")
 
@@ -49,16 +46,24 @@ class _State:
     Attributes:
         communicator: vLLM's communicator of the tensor-parallel group, which computes the experts; None: vLLM does.
         choice: Which batches it computes.
+        serves_fp8: It computes those of FP8 too.
     """
 
     communicator: Any = None
     choice: Any = None
+    serves_fp8 = False
 
 
-def activate(communicator: Any, measures: bool) -> None:
-    """Have ``communicator`` compute experts, all of them or those that are faster as measured."""
+def activate(communicator: Any, measures: bool, fp8: bool) -> None:
+    """Have ``communicator`` compute experts, all of them or those that are faster as measured.
+
+    Args:
+        communicator: The communicator of this integration.
+        measures: Measure which are faster.
+        fp8: Also those of FP8.
+    """
     _State.communicator, _State.choice = communicator, Choice(measures, "vLLM", logger)
-    seams.TABLE.attempt(seams.FP8_EXPERTS)  # the result is not voted on: each rank computes its experts alone
+    _State.serves_fp8 = fp8
 
 
 def apply(theirs: Any, method: Any, *operands: Any, **named: Any) -> Any:
@@ -108,6 +113,12 @@ def _unquantized(method: Any, layer: Any) -> Weights | None:
 
 
 def _fp8(method: Any, layer: Any) -> Weights | None:
+    if not _State.serves_fp8:
+        return None
+    # Here, so that a release without them loses experts of FP8 alone.
+    from vllm.model_executor.layers.fused_moe.oracle.fp8 import Fp8MoeBackend
+    from vllm.model_executor.layers.quantization.fp8 import Fp8MoEMethod
+
     if type(method) is not Fp8MoEMethod or method.fp8_backend is not Fp8MoeBackend.TRITON:
         return None
     # In 0.32 and later: smaller blocks, if tensor parallelism would divide those of the model.

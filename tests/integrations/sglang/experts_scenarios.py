@@ -367,6 +367,7 @@ def fp8_experts_of_an_untested_release_are_sglangs() -> None:
     lose(seams.TABLE, f"{_FP8}:Fp8MoEMethod.get_triton_quant_info", how=OTHER_BODY)
     with served() as log:
         assert len(log.having("; experts of up to 64 tokens by llm_comm (fuse_experts)")) == (dist_rank() == 0)
+        assert len(log.having(f"; experts of FP8 are SGLang's: {_FP8}:Fp8MoEMethod.get_")) == (dist_rank() == 0)
         method, layer = fp8_experts(block=True)
         check(method, layer, given_of(4))
         assert method.runner.tokens == [4]

@@ -201,6 +201,7 @@ def fp8_experts_of_an_untested_release_are_vllms() -> None:
     lose(seams.TABLE, "vllm.model_executor.layers.quantization.fp8:Fp8MoEMethod._setup_kernel", how=OTHER_BODY)
     with served() as log:
         assert len(log.having("; experts of up to 64 tokens by llm_comm (fuse_experts)")) == (dist_rank() == 0)
+        assert len(log.having("; experts of FP8 are vLLM's: vllm.model_executor")) == (dist_rank() == 0)
         method, layer = fp8_experts(block=True)
         check(method, layer, 4)
         assert method.moe_kernel.tokens == [4]
