@@ -49,6 +49,7 @@ _UNQUANTIZED = "sglang.srt.layers.quantization.unquant"
 _FP8_METHOD = "sglang.srt.layers.quantization.fp8:Fp8MoEMethod"
 _LINEAR = "sglang.srt.layers.linear"
 _RUNNER = "sglang.srt.layers.moe.moe_runner"
+_SINCE_0_5_23 = "sglang.srt.layers.moe.utils:_MoeRunnerBackendPredicates"
 _FUSED_MOE = f"{_RUNNER}.triton_utils.fused_moe"
 _DISPATCHER = "sglang.srt.layers.moe.token_dispatcher.standard"
 _LLAMA = "sglang.srt.models.llama"
@@ -223,9 +224,10 @@ ROWS = (
         f"{_DISPATCHER}:StandardCombineInput",
         "sglang.srt.layers.moe.topk:StandardTopKOutput",
         f"{_RUNNER}.base:MoeRunnerConfig",
-        # Where the sum is multiplied by the factor of the configuration, since 0.5.23 in a function of its own.
-        f"{_FUSED_MOE}:moe_combine_topk {_FUSED_MOE}:_fused_moe_kernel_sequence",
     ),
+    # Where the sum is multiplied by the factor of the configuration: since 0.5.23 in a function of its own.
+    *digest_rows(EXPERTS, f"{_FUSED_MOE}:_fused_moe_kernel_sequence", where=f"!{_SINCE_0_5_23}"),
+    *digest_rows(EXPERTS, f"{_FUSED_MOE}:moe_combine_topk", where=_SINCE_0_5_23),
     Row(FP8_EXPERTS, f"{_FP8_METHOD}.apply", patch=f"{_OURS}.experts:around_fp8_apply"),
     *digest_rows(
         FP8_EXPERTS,

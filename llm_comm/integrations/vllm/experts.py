@@ -6,8 +6,9 @@ rank's part of the sum, which vLLM all-reduces later, so the replacements involv
 of an operator that torch.compile does not look into.
 
 llm_comm serves layers that vLLM computes by its Triton kernels, whose weights are in the order of the model. Layers
-with a bias, shared experts, LoRA, another activation than silu or limits of it are vLLM's. All layers with data or
-expert parallelism are vLLM's, since other ranks' tokens are exchanged around the call.
+with a bias, LoRA, another activation than silu or limits of it are vLLM's. All layers with data or expert parallelism
+are vLLM's, since other ranks' tokens are exchanged around the call. Shared experts are another layer, which vLLM
+computes around the call.
 
 FP8 experts have float32 scales: of blocks of 128 x 128, or one for each expert's gate and up and one for its down
 projection. For the latter, vLLM requantizes gate and up of an expert to one scale when it loads the model. On Hopper
@@ -88,9 +89,10 @@ def _apply(
     shared_experts_input: torch.Tensor | None,
 ) -> Any:
     compute: Any = getattr(_State.communicator, "fused_experts", None)
-    is_called = compute is not None and not torch.compiler.is_compiling() and shared_experts is None
-    weights = weights_of(method, layer) if is_called else None
-    if weights is None or not _is_served(method, layer):
+    weights = weights_of(method, layer) if compute is not None and not torch.compiler.is_compiling() else None
+    # A kernel that exchanges tokens may compute the shared experts meanwhile. Else vLLM does so around this call.
+    has_shared = shared_experts is not None and method.mk_can_overlap_shared_experts
+    if weights is None or has_shared or not _is_served(method, layer):
         return theirs(method, layer, x, topk_weights, topk_ids, shared_experts, shared_experts_input)
     batch = Batch(x, topk_weights, topk_ids)
 
@@ -102,7 +104,7 @@ def _apply(
 
     experts = len(weights.down)
     y = by_ours(batch) if _State.choice.is_ours(weights, batch, experts, by_theirs, by_ours) else None
-    return by_theirs(batch) if y is None else y
+    return theirs(method, layer, *batch, shared_experts, shared_experts_input) if y is None else y
 
 
 def _unquantized(method: Any, layer: Any) -> Weights | None:

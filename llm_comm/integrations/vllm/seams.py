@@ -200,6 +200,10 @@ ROWS = (
         f"{_MOE}.experts.triton_moe:TritonExperts.apply",
         f"{_MOE}.config:FusedMoEConfig",
         f"{_MOE}.config:FusedMoEParallelConfig",
+        # Who computes shared experts.
+        f"{_MOE}.fused_moe_method_base:FusedMoEMethodBase.mk_can_overlap_shared_experts",
+        f"{_MOE}.modular_kernel:FusedMoEKernel.can_overlap_shared_experts",
+        f"{_MOE}.modular_kernel:FusedMoEKernelModularImpl._maybe_apply_shared_experts",
     ),
     *named_rows(
         EXPERTS,

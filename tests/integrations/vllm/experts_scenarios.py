@@ -47,7 +47,7 @@ _METHOD = "vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method:Unq
 class Kernel:
     """vLLM's kernels: computes the same in fp64, and notes the tokens."""
 
-    is_monolithic = False
+    is_monolithic = can_overlap_shared_experts = False
 
     def __init__(self, scales: Any = (None, None)) -> None:
         self.tokens: list[int] = []
@@ -60,9 +60,11 @@ class Kernel:
         w2: torch.Tensor,
         topk_weights: torch.Tensor,
         topk_ids: torch.Tensor,
+        shared_experts: Any = None,
         **_: Any,
     ) -> torch.Tensor:
         self.tokens.append(len(hidden_states))
+        self.shared = shared_experts
         weights = map(dequantized, (w1, w2), self.scales)
         return expected(hidden_states, topk_weights, topk_ids, *weights).to(hidden_states.dtype)
 
@@ -107,9 +109,14 @@ def what_llm_comm_does_not_compute_is_left_to_vllm() -> None:
             assert tokens.pop() == 4, name
         assert not tokens
         x, factors, ids = batch_of(4)
-        method.apply(layer, x, factors, ids, SimpleNamespace(), x)
-        method.apply(layer, x, factors, ids.long(), None, None)
-        assert [tokens.pop(), tokens.pop()] == [4, 4]
+        shared = SimpleNamespace()
+        method.apply(layer, x, factors, ids, shared, x)  # vLLM computes the shared ones elsewhere
+        assert not tokens
+        with mock.patch.object(method.moe_kernel, "can_overlap_shared_experts", True):
+            method.apply(layer, x, factors, ids, shared, x)
+        assert (tokens.pop(), method.moe_kernel.shared) == (4, shared)
+        method.apply(layer, x, factors, ids.long(), shared, x)
+        assert (tokens.pop(), method.moe_kernel.shared) == (4, shared)
         method.__class__ = type("Other", (UnquantizedFusedMoEMethod,), {})
         check(method, layer, 4)
         assert tokens.pop() == 4
