@@ -7,8 +7,10 @@ median TPOT.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
+import random
 import shutil
 import socket
 import subprocess
@@ -120,9 +122,7 @@ def main() -> None:
     job = Job.read(Path(sys.argv[1]))
     settings, directory = job.settings, Path(job.result).parent
     model = model_directory(settings, directory)
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    port = _free_port()
     begin = time.perf_counter()
     server = subprocess.Popen(server_command(job, model, port))
     _wait_until_up(server, port)
@@ -138,6 +138,16 @@ def main() -> None:
     measure.write_result(job, {"arm": job.arm, "start_s": start_s, "batches": batches})
     server.terminate()
     server.wait()
+
+
+def _free_port() -> int:
+    """Return a port that is not in use, below those that Linux gives to connections: an engine opens many of these
+    before its server listens."""
+    while True:
+        port = random.randrange(20_000, 30_000)
+        with socket.socket() as probe, contextlib.suppress(OSError):
+            probe.bind(("127.0.0.1", port))
+            return port
 
 
 def _wait_until_up(server: subprocess.Popen[bytes], port: int) -> None:
