@@ -10,7 +10,7 @@ from harness import RankPool, make_communicator
 from nodes_cases import Layout
 from nodes_cases import make as make_over_nodes
 from shards_reference import assert_same_bits, assert_untouched_outside, drawn_bits, placed
-from test_experts import Layer, layer_of
+from test_experts import layer_of
 
 from llm_comm import Communicator, MismatchError, PeerTimeout, UnsupportedInputError
 
@@ -305,13 +305,13 @@ def experts_between() -> None:
     torch.manual_seed(7)
     with make_communicator() as comm:
         case = Case((4, 2, 0, 3), 128, 3, 2, max_tokens=4)
-        whole = layer_of(case.experts, case.hidden, 64)
+        whole = layer_of(case.experts, case.hidden, 64)[:2]
         everyone = [
             tokens_of(case, rank, 11)._replace(x=torch.randn(case.tokens[rank], 128).to(BF16)) for rank in range(4)
         ]
         own = everyone[comm.rank]
         first = comm.rank * case.rank_experts
-        layer = Layer(*(weight[first : first + case.rank_experts].contiguous() for weight in whole))
+        layer = [weight[first : first + case.rank_experts].contiguous() for weight in whole]
         for _ in range(2):
             rows, ids, weights, _ = dispatch(comm, case, own)
             rows[ids.lt(0).all(1)] = torch.nan  # what nobody sends is not read

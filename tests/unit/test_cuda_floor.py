@@ -35,8 +35,10 @@ template __device__ void multiply_boxes<OperandType::kFloat8>(float (&)[4], Box,
 template __device__ void multiply_boxes<OperandType::kBFloat16>(float (&)[4], Box, uint32_t, Box);
 template __device__ void multiply_boxes<OperandType::kFloat16>(float (&)[4], Box, uint32_t, Box);
 template __device__ void multiply_wait<0>(float (&)[4]);
-template __device__ void multiply_rows<OperandType::kBFloat16>(float (&)[2][4], SharedAddress,
-                                                               const TokenPieces (&)[kTokenColumns]);
+template __device__ void multiply_rows<OperandType::kBFloat16>(
+    float (&)[1][2][4], SharedAddress, const TokenPieces<OperandType::kBFloat16> (&)[1][kTokenColumns]);
+template __device__ void multiply_rows<OperandType::kFloat16>(
+    float (&)[1][2][4], SharedAddress, const TokenPieces<OperandType::kFloat8> (&)[1][kTokenColumns]);
 template __device__ void store_packets_release(void*, const Line (&)[1]);
 }  // namespace llm_comm::inline LLM_COMM_TARGET
 """
