@@ -44,8 +44,8 @@ class Batch(NamedTuple):
 class Weights(NamedTuple):
     """Operands of ``Communicator.fused_experts`` that belong to the layer. Scales are None without quantization."""
 
-    gate_up: torch.Tensor
-    down: torch.Tensor
+    gate_up_weight: torch.Tensor
+    down_weight: torch.Tensor
     gate_up_scale: torch.Tensor | None = None
     down_scale: torch.Tensor | None = None
     #: Factor of the sum of a token's experts.
@@ -53,8 +53,8 @@ class Weights(NamedTuple):
 
     def kind(self) -> tuple[Any, ...]:
         """Return what the time of a call depends on, apart from the batch."""
-        scale = self.down_scale
-        return self.gate_up.shape, self.down.shape, self.gate_up.dtype, None if scale is None else scale.stride()
+        gate_up, down, scale = self.gate_up_weight, self.down_weight, self.down_scale
+        return gate_up.shape, down.shape, gate_up.dtype, None if scale is None else scale.stride()
 
 
 #: A call of the experts of a layer for a batch. None: declined.
@@ -108,16 +108,7 @@ def scaled(layer: Any, block: Sequence[int] | None) -> Weights | None:
 
 def computed(compute: Callable[..., torch.Tensor | None], weights: Weights, batch: Batch) -> torch.Tensor | None:
     """Call ``fused_experts`` of an integration's communicator."""
-    scales = {"gate_up_scale": weights.gate_up_scale, "down_scale": weights.down_scale}
-    return compute(
-        batch.x,
-        weights.gate_up,
-        down_weight=weights.down,
-        topk_weights=batch.topk_weights,
-        topk_ids=batch.topk_ids,
-        **(scales if weights.down_scale is not None else {}),
-        routed_scaling_factor=weights.routed_scaling_factor,
-    )
+    return compute(**batch._asdict(), **weights._asdict())
 
 
 class Choice:
@@ -165,7 +156,7 @@ class Choice:
 
         try:
             random = torch.Generator(device).manual_seed(1)  # the engine's draws stay as they are
-            batches = [_drawn(batch, experts, len(weights.down), random) for _ in range(_CALLS)]
+            batches = [_drawn(batch, experts, len(weights.down_weight), random) for _ in range(_CALLS)]
             their_us = time_chain(theirs, batches, _REPS, device)
             our_us = time_chain(ours_or_error, batches, _REPS, device)
         except CommunicatorError:

@@ -21,13 +21,11 @@ from llm_comm.operations.operands import (
     why_not_operand,
     why_not_out,
 )
-from llm_comm.planning.planner import Planner
-from llm_comm.runtime.core_handle import CoreHandle
 
 _EPILOGUES: dict[str, _core.Epilogue] = {"silu": "silu_and_mul", "gelu_tanh": "gelu_tanh_and_mul"}
 _WEIGHTS = ("gate_up_weight", "down_weight")
-_LARGEST = torch.finfo(torch.float32).max
 _SCALES = ("gate_up_scale", "down_scale")
+_LARGEST = torch.finfo(torch.float32).max
 _CHOICE = {"topk_weights": torch.float32, "topk_ids": torch.int32}
 _OPERANDS = Operands("fused_experts", ("x", *_WEIGHTS, "topk_weights", "topk_ids", *_SCALES), ("out",))
 
@@ -37,10 +35,6 @@ class Experts(FewTokens):
 
     name = "fused_experts"
     algorithm = "experts"
-
-    def __init__(self, handle: CoreHandle, planner: Planner) -> None:
-        super().__init__(handle, planner)
-        self._has_fp8 = handle.core().multiplies_fp8()
 
     def run(
         self,
@@ -58,10 +52,8 @@ class Experts(FewTokens):
         """Run ``Communicator.fused_experts``."""
         scales = gate_up_scale, down_scale
         operands = x, gate_up_weight, down_weight, topk_weights, topk_ids
-        given = dict(zip(_OPERANDS.reads, operands, strict=False))
-        given |= {name: scale for name, scale in zip(_SCALES, scales, strict=True) if scale is not None}
         why = self.why_not(*operands, activation, *scales, routed_scaling_factor)
-        self._check(why, given, weights=_WEIGHTS)
+        self._check(why, dict(zip(_OPERANDS.reads, (*operands, *scales), strict=True)), weights=_WEIGHTS)
         if out is not None:
             why = why_not_out(out, x.shape, x.dtype, self._device) or why_not_buffer(out, self._device)
             if why:
@@ -121,8 +113,9 @@ class Experts(FewTokens):
 
     def _why_not_scales(self, scales: dict[str, torch.Tensor | None], down: torch.Size) -> str:
         """Return why scales do not fit FP8 weights, or ""."""
-        if not self._has_fp8:
-            return f"{FP8} needs a GPU of sm_89 or later, and a build of llm_comm for it"
+        why = self._why_no_fp8()
+        if why:
+            return why
         experts, hidden, intermediate = down[0], down[1] // GROUP_SIZE, down[2] // GROUP_SIZE
         shapes = {"gate_up_scale": (experts, 2 * intermediate, hidden), "down_scale": (experts, hidden, intermediate)}
         for name, shape in shapes.items():
@@ -173,16 +166,16 @@ class ExpertLayers:
     ) -> torch.Tensor:
         """Compute the experts of up to 64 tokens on this rank alone, by two kernels.
 
-        Row t of the result is the sum over the experts e of token t of ``routed_scaling_factor * topk_weights[t, e] *
-        (down_weight[e] @ (activation(gate) * up))``, with ``gate, up = gate_up_weight[e] @ x[t]`` in two halves. With
-        tensor parallelism it is this rank's part, which an all-reduce sums up. Sums and factors are fp32. Gate, up, and
-        the product of activation and up are rounded to the dtype of ``x``, as is the result. With float16 that product
-        must be below 65504. Experts are added in the order of ``topk_ids``. The bits of a token do not depend on other
-        tokens.
+        Row t of the result is the sum of ``routed_scaling_factor * topk_weights[t, e] * (down_weight[e] @
+        (activation(gate) * up))`` over the experts e of token t. The two halves of ``gate_up_weight[e] @ x[t]`` are
+        ``gate`` and ``up``. With tensor parallelism it is this rank's part, which an all-reduce sums up. Sums and
+        factors are fp32. Gate, up, and the product of activation and up are rounded to the dtype of ``x``, as is the
+        result. With float16 that product must be below 65504. Experts are added in the order of ``topk_ids``. The bits
+        of a token do not depend on other tokens.
 
         FP8 weights have a scale for each block of 128 rows and 128 columns, as checkpoints of DeepSeek-V3 and Qwen3 do.
-        ``x`` and the state between the layers are not quantized: the tensor cores multiply them by FP8 values converted
-        to the dtype of ``x``, which is exact, and the sum over the columns of a block is scaled in fp32.
+        ``x`` and the state between the layers are not quantized. FP8 values are converted to the dtype of ``x``, which
+        is exact. The sum over the columns of a block is scaled in fp32.
 
         Args:
             x: [tokens, hidden], contiguous, bfloat16 or float16, 1 to 64 tokens.

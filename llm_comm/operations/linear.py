@@ -90,8 +90,6 @@ class Linear(OneRank):
         self._name = LINEAR if epilogue == "none" else f"linear_{epilogue}"
         #: Rows of the weight for each output.
         self._parts = 1 if epilogue == "none" else 2
-        #: This device and build have kernels for FP8 operands.
-        self.has_fp8 = handle.core().multiplies_fp8()
         #: Prepared layers by shapes of x and weight, and dtype of x or ``Scaling.kind``.
         self._prepared: dict[tuple[Any, ...], PreparedLinear] = {}
 
@@ -402,7 +400,7 @@ class Linear(OneRank):
             return "" if scaling is None else f"x_scale, weight_scale and out_dtype are for {FP8}, x is {dtype}"
         if scaling is None:
             return f"x is {FP8}: it needs x_scale and weight_scale"
-        return "" if self.has_fp8 else f"{FP8} needs a GPU of sm_89 or later, and a build of llm_comm for it"
+        return self._why_no_fp8()
 
 
 def weight_of(operation: str) -> str:

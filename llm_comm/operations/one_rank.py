@@ -9,6 +9,7 @@ import torch
 
 from llm_comm import _core, registry
 from llm_comm.errors import UnsupportedInputError, quoted
+from llm_comm.operations.fp8 import FP8
 from llm_comm.operations.operands import ALIGNMENT, check_memory, check_unwatched, why_not_buffers
 from llm_comm.operations.operation import TORCH_TYPES, keep, within_range
 from llm_comm.planning.layers import inputs_multiple, takes_features
@@ -42,6 +43,12 @@ class OneRank:
         numbers = {name: number for number, name in enumerate(registry.data_types())}
         #: Number in the core of each data type that has kernels.
         self._data_types = {TORCH_TYPES[name]: numbers[name] for name in _SERVED}
+        #: This device and build have kernels for FP8 operands.
+        self.has_fp8 = handle.core().multiplies_fp8()
+
+    def _why_no_fp8(self) -> str:
+        """Return why FP8 operands are not supported, or ""."""
+        return "" if self.has_fp8 else f"{FP8} needs a GPU of sm_89 or later, and a build of llm_comm for it"
 
     def _counted(self, name: str, nbytes: int, prepare: _Prepare) -> Callable[..., bool]:
         """Return the function of the core that ``prepare`` makes, with a counter of its calls, within an NVTX range if
@@ -108,12 +115,12 @@ class FewTokens(OneRank):
             return f"x is {dtype}, which is not one of {', '.join(map(str, self._data_types))}"
         return why_not_buffers(tensors, dimensions, dict.fromkeys(like_x, dtype) | dtypes, self._device)
 
-    def _check(self, why_not: str, operands: dict[str, torch.Tensor], weights: tuple[str, ...]) -> None:
+    def _check(self, why_not: str, operands: dict[str, Any], weights: tuple[str, ...]) -> None:
         """Check the operands of a call by address.
 
         Args:
             why_not: Result of ``why_not``.
-            operands: Tensors by name.
+            operands: Tensors by name; None if not given.
             weights: Names of those that must begin at a line boundary.
 
         Raises:

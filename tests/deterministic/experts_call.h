@@ -91,15 +91,15 @@ class ExpertsCall final : public Call {
                              weights,
                              LinearEpilogue::kSiluAndMul};
     const uint64_t hidden = problem.hidden / kScaleBlock, intermediate = problem.intermediate / kScaleBlock;
-    problem.gate_up_scale_strides = {2 * intermediate * hidden, hidden, 1};
     problem.scaling_factor = random.pick({1.0f, 2.5f});
+    problem.gate_up_scale_strides = {2 * intermediate * hidden, hidden, 1};
     problem.down_scale_strides = {hidden * intermediate, intermediate, 1};
     return problem;
   }
 
   bool is_fp8() const { return problem_.weights == OperandType::kFloat8; }
 
-  // Of all experts; with its scales if it is FP8.
+  // Draws a weight of all experts, and its scales if it is FP8.
   void fill_weight(Lines& weight, Lines& scales, uint32_t rows, uint32_t columns, Random& random) {
     const size_t count = size_t{problem_.experts} * rows * columns;
     if (!is_fp8()) return fill(weight, count, random);
@@ -109,6 +109,7 @@ class ExpertsCall final : public Call {
     scales.resize((blocks * sizeof(float) + sizeof(Line) - 1) / sizeof(Line));
     for (size_t i = 0; i < blocks; ++i) put(scales, i, 0.001f * static_cast<float>(random.between(1, 999)));
   }
+
   static void fill(Lines& lines, size_t count, Random& random) {
     lines.resize(count / kElements);
     for (size_t i = 0; i < count; ++i) put(lines, i, static_cast<uint16_t>(draw_number(D, random)));

@@ -102,7 +102,7 @@ def test_each_form_of_weights_has_its_own_measurement() -> None:
     found = scaled(layer_of("_scale", **of_experts), None)
     assert found is not None
     kinds.add(found.kind())
-    bf16 = SimpleNamespace(w13_weight=of_blocks.gate_up.bfloat16(), w2_weight=of_blocks.down.bfloat16())
+    bf16 = SimpleNamespace(w13_weight=of_blocks.gate_up_weight.bfloat16(), w2_weight=of_blocks.down_weight.bfloat16())
     kinds.add(unquantized(bf16).kind())
     assert len(kinds) == 4
     again = scaled(layer_of("_scale_inv"), [128, 128])

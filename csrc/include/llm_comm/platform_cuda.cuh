@@ -446,10 +446,18 @@ LLM_COMM_DEVICE bool convert_to_e4m3(float low, float high, uint16_t& bits) {
 #endif
 }
 
+#if __CUDA_ARCH__ >= 890
+// Two values, exactly.
+LLM_COMM_DEVICE uint32_t e4m3_to_fp16(uint16_t bits) {
+  uint32_t packed;
+  asm("cvt.rn.f16x2.e4m3x2 %0, %1;" : "=r"(packed) : "h"(bits));
+  return packed;
+}
+#endif
+
 LLM_COMM_DEVICE bool convert_from_e4m3(uint16_t bits, float& low, float& high) {
 #if __CUDA_ARCH__ >= 890
-  uint32_t halves;
-  asm("cvt.rn.f16x2.e4m3x2 %0, %1;" : "=r"(halves) : "h"(bits));
+  const uint32_t halves = e4m3_to_fp16(bits);
   low = fp16_to_float(static_cast<uint16_t>(halves));
   high = fp16_to_float(static_cast<uint16_t>(halves >> 16));
   return true;

@@ -370,7 +370,7 @@ LLM_COMM_DEVICE TokenPieces<W> load_pieces(uint32_t lane, const char* from) {
 }
 
 struct RowPieces {
-  // Of rows row_of_sum(lane, 0) and row_of_sum(lane, 2), whose pieces are those of tokens.
+  // Rows row_of_sum(lane, 0) and row_of_sum(lane, 2). Their pieces are like those of tokens.
   TokenPieces<OperandType::kBFloat16> upper, lower;
 };
 
@@ -387,15 +387,10 @@ namespace tiles {
 template <OperandType F>
 LLM_COMM_DEVICE uint32_t from_e4m3(uint32_t bits) {
 #if __CUDA_ARCH__ >= 890
-  if constexpr (F == OperandType::kFloat16) {
-    uint32_t packed;
-    asm("cvt.rn.f16x2.e4m3x2 %0, %1;" : "=r"(packed) : "h"(static_cast<uint16_t>(bits)));
-    return packed;
-  } else {
-    float low, high;
-    convert_from_e4m3(static_cast<uint16_t>(bits), low, high);
-    return floats_to_bf16(low, high);
-  }
+  const uint32_t halves = e4m3_to_fp16(static_cast<uint16_t>(bits));
+  if constexpr (F == OperandType::kFloat16) return halves;
+  return floats_to_bf16(fp16_to_float(static_cast<uint16_t>(halves)),
+                        fp16_to_float(static_cast<uint16_t>(halves >> 16)));
 #else
   __trap();
   return bits;

@@ -134,7 +134,7 @@ LLM_COMM_DEVICE TokenPieces<W> load_pieces(uint32_t, const char* from) {
 }
 
 struct RowPieces {
-  // Rows row_of_sum(lane, 0) and row_of_sum(lane, 2), whose pieces are those of tokens.
+  // Rows row_of_sum(lane, 0) and row_of_sum(lane, 2). Their pieces are like those of tokens.
   TokenPieces<OperandType::kBFloat16> row[2];
 };
 

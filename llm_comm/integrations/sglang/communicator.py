@@ -560,9 +560,7 @@ class LlmCommAllReduce:
         """Compute a linear layer of deterministic mode (``invariant_linear.py``); None after ``leave``."""
         return self._try_linear(batch_invariant_linear, x, weight, FIRST_INVARIANT_LINEAR)
 
-    def fused_experts(
-        self, x: torch.Tensor, gate_up_weight: torch.Tensor, **others: torch.Tensor
-    ) -> torch.Tensor | None:
+    def fused_experts(self, x: torch.Tensor, gate_up_weight: torch.Tensor, **others: Any) -> torch.Tensor | None:
         """Compute experts with silu on this rank by llm_comm, as ``Communicator.fused_experts``; None if declined."""
         return self._try_linear(Communicator.try_fused_experts, x, gate_up_weight, FIRST_EXPERTS, **others)
 

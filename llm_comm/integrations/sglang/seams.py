@@ -225,7 +225,7 @@ ROWS = (
         "sglang.srt.layers.moe.topk:StandardTopKOutput",
         f"{_RUNNER}.base:MoeRunnerConfig",
     ),
-    # Where the sum is multiplied by the factor of the configuration: since 0.5.23 in a function of its own.
+    # The functions that multiply the sum by the factor of the configuration.
     *digest_rows(EXPERTS, f"{_FUSED_MOE}:_fused_moe_kernel_sequence", where=f"!{_SINCE_0_5_23}"),
     *digest_rows(EXPERTS, f"{_FUSED_MOE}:moe_combine_topk", where=_SINCE_0_5_23),
     Row(FP8_EXPERTS, f"{_FP8_METHOD}.apply", patch=f"{_OURS}.experts:around_fp8_apply"),

@@ -208,9 +208,7 @@ class LlmCommCommunicator(CudaCommunicator):  # type: ignore[misc]
         """Compute a linear layer of batch-invariant mode (``invariant_linear.py``); None after ``destroy``."""
         return self._try_linear(linear.batch_invariant_linear, x, weight, linear.FIRST_INVARIANT_LINEAR)
 
-    def fused_experts(
-        self, x: torch.Tensor, gate_up_weight: torch.Tensor, **others: torch.Tensor
-    ) -> torch.Tensor | None:
+    def fused_experts(self, x: torch.Tensor, gate_up_weight: torch.Tensor, **others: Any) -> torch.Tensor | None:
         """Compute experts with silu on this rank, as ``Communicator.fused_experts``; None if declined."""
         others["down_weight"] = others["down_weight"].detach()
         return self._try_linear(Communicator.try_fused_experts, x, gate_up_weight, linear.FIRST_EXPERTS, **others)

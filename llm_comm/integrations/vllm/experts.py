@@ -102,7 +102,7 @@ def _apply(
     def by_ours(batch: Batch) -> torch.Tensor | None:
         return computed(compute, weights, batch)
 
-    experts = len(weights.down)
+    experts = len(weights.down_weight)
     y = by_ours(batch) if _State.choice.is_ours(weights, batch, experts, by_theirs, by_ours) else None
     return theirs(method, layer, *batch, shared_experts, shared_experts_input) if y is None else y
 

@@ -32,9 +32,12 @@ from expert_layers import (
     expected,
     fp8_layer_of,
     layer_of,
+    never,
+    parameter,
     requantized,
     timed,
     weights_in,
+    wrong_scales,
 )
 from fusion_scenarios import Norm, empty_package, excerpt, names_in, no, server, source_of
 from linear_scenarios import meet_elsewhere
@@ -319,7 +322,6 @@ def fp8_experts_are_computed_by_llm_comm() -> None:
 def fp8_experts_that_llm_comm_does_not_compute_are_left_to_sglang() -> None:
     with served():
         method, layer = fp8_experts(block=True)
-        w13_scale, w2_scale = layer.w13_weight_scale_inv, layer.w2_weight_scale_inv
         changes: list[tuple[Any, str, Any]] = [
             (method.runner, "runner_backend", backends.MoeRunnerBackend.DEEP_GEMM),
             (method, "runner", None),  # of CUTLASS
@@ -330,11 +332,7 @@ def fp8_experts_that_llm_comm_does_not_compute_are_left_to_sglang() -> None:
             (method, "block_quant", False),
             (layer, "w13_weight_bias", torch.zeros(1)),
             (layer, "_mega_moe_weights_built", True),
-            (layer, "w13_weight_scale_inv", None),
-            (layer, "w13_weight_scale_inv", parameter(w13_scale.to(torch.int32))),
-            (layer, "w13_weight_scale_inv", parameter(w13_scale.transpose(1, 2))),
-            (layer, "w2_weight_scale_inv", parameter(w2_scale.bfloat16())),
-            (layer, "w2_weight_scale_inv", parameter(w2_scale.repeat(1, 2, 2))),
+            *((layer, name, value) for name, value in wrong_scales(layer)),
         ]
         for place, name, value in changes:
             with mock.patch.object(place, name, value, create=not hasattr(place, name)):
@@ -517,10 +515,6 @@ def fp8_experts(block: bool) -> tuple[Any, Any]:
     return method, layer
 
 
-def parameter(tensor: torch.Tensor) -> torch.nn.Parameter:
-    return torch.nn.Parameter(tensor, requires_grad=False)
-
-
 def given_of(tokens: int, dtype: torch.dtype = torch.bfloat16) -> Any:
     """What the router hands on."""
     x, factors, ids = batch_of(tokens, dtype)
@@ -531,8 +525,8 @@ def router(bias: bool = False) -> Any:
     """A layer that makes the logits of the experts."""
     gate = linear_scenarios.linear.ReplicatedLinear(HIDDEN, EXPERTS, bias=bias, params_dtype=torch.bfloat16)
     random = torch.Generator().manual_seed(1)
-    for parameter in gate.parameters():
-        parameter.data = torch.randn(parameter.shape, generator=random).to(parameter.dtype)
+    for weight in gate.parameters():
+        weight.data = torch.randn(weight.shape, generator=random).to(weight.dtype)
     return gate
 
 
@@ -582,10 +576,6 @@ def check_declined(method: Any, layer: Any, why: str) -> None:
     with mock.patch.object(hooks, "computed", never):
         got = hooks.around_fp8_apply(lambda *_: "SGLang's", method, layer, given_of(4))
     assert got == "SGLang's", why
-
-
-def never(*_: Any) -> None:
-    raise AssertionError("llm_comm is asked")
 
 
 def check_untouched(log: Log, said: str) -> None:

@@ -23,7 +23,7 @@ def layer_of(dtype: torch.dtype = torch.bfloat16) -> Any:
     random, layer = torch.Generator().manual_seed(dist_rank()), nn.Module()
     for name, shape in (("w13_weight", (EXPERTS, 2 * INNER, HIDDEN)), ("w2_weight", (EXPERTS, HIDDEN, INNER))):
         weight = torch.randn(shape, generator=random) / shape[-1] ** 0.5
-        setattr(layer, name, nn.Parameter(weight.to(dtype), requires_grad=False))
+        setattr(layer, name, parameter(weight.to(dtype)))
     return layer
 
 
@@ -41,10 +41,31 @@ def fp8_layer_of(block: bool) -> Any:
         weight = torch.randn(EXPERTS, *shape, generator=random).to(FP8)
         of_tensors = (2,) if name == "w13_weight" else ()
         scale = torch.rand(EXPERTS, *([size // 128 for size in shape] if block else of_tensors), generator=random)
-        setattr(layer, name, nn.Parameter(weight, requires_grad=False))
+        setattr(layer, name, parameter(weight))
         scale_name = f"{name}_scale_inv" if block else f"{name}_scale"
-        setattr(layer, scale_name, nn.Parameter((scale + 0.5) / shape[-1] ** 0.5, requires_grad=False))
+        setattr(layer, scale_name, parameter((scale + 0.5) / shape[-1] ** 0.5))
     return layer
+
+
+def parameter(tensor: torch.Tensor) -> nn.Parameter:
+    return nn.Parameter(tensor, requires_grad=False)
+
+
+def wrong_scales(layer: Any) -> list[tuple[str, nn.Parameter | None]]:
+    """Return scales of blocks that llm_comm cannot compute with, by the name of those that ``layer`` has."""
+    w13_scale, w2_scale = layer.w13_weight_scale_inv, layer.w2_weight_scale_inv
+    return [
+        ("w13_weight_scale_inv", None),
+        ("w13_weight_scale_inv", parameter(w13_scale.to(torch.int32))),
+        ("w13_weight_scale_inv", parameter(w13_scale.transpose(1, 2))),
+        ("w2_weight_scale_inv", parameter(w2_scale.bfloat16())),
+        ("w2_weight_scale_inv", parameter(w2_scale.repeat(1, 2, 2))),
+    ]
+
+
+def never(*_: Any) -> None:
+    """Take the place of a call to llm_comm that must not be made."""
+    raise AssertionError("llm_comm is asked")
 
 
 def dequantized(weight: torch.Tensor, scale: torch.Tensor | None) -> torch.Tensor:

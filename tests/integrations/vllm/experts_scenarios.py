@@ -22,9 +22,12 @@ from expert_layers import (
     expected,
     fp8_layer_of,
     layer_of,
+    never,
+    parameter,
     requantized,
     timed,
     weights_in,
+    wrong_scales,
 )
 from lost_seams import OTHER_BODY, lose
 from rank_processes import Log, dist_rank, scenario
@@ -161,7 +164,6 @@ def fp8_experts_are_computed_by_llm_comm() -> None:
 def fp8_experts_that_llm_comm_does_not_compute_are_left_to_vllm() -> None:
     with served():
         method, layer = fp8_experts(block=True)
-        w13_scale, w2_scale = layer.w13_weight_scale_inv, layer.w2_weight_scale_inv
         block_shape = "moe_block_shape" if hasattr(method, "moe_block_shape") else "weight_block_size"
         backends = [backend for backend in Fp8MoeBackend if backend is not Fp8MoeBackend.TRITON]
         changes: list[tuple[Any, str, Any]] = [
@@ -172,11 +174,7 @@ def fp8_experts_that_llm_comm_does_not_compute_are_left_to_vllm() -> None:
             (method, "block_quant", False),
             (method.moe, "has_bias", True),
             (layer, "expert_map", torch.zeros(EXPERTS, dtype=torch.int32)),
-            (layer, "w13_weight_scale_inv", None),
-            (layer, "w13_weight_scale_inv", parameter(w13_scale.to(torch.int32))),
-            (layer, "w13_weight_scale_inv", parameter(w13_scale.transpose(1, 2))),
-            (layer, "w2_weight_scale_inv", parameter(w2_scale.bfloat16())),
-            (layer, "w2_weight_scale_inv", parameter(w2_scale.repeat(1, 2, 2))),
+            *((layer, name, value) for name, value in wrong_scales(layer)),
         ]
         for place, name, value in changes:
             with mock.patch.object(place, name, value, create=not hasattr(place, name)):
@@ -316,10 +314,6 @@ def set_up(method: Any, layer: Any, kernel: Any) -> None:
     layer.global_num_experts, layer.expert_map = EXPERTS, None
 
 
-def parameter(tensor: torch.Tensor) -> torch.nn.Parameter:
-    return torch.nn.Parameter(tensor, requires_grad=False)
-
-
 def check(method: Any, layer: Any, tokens: int, dtype: torch.dtype = torch.bfloat16) -> None:
     batch = batch_of(tokens, dtype)
     got = method.apply(layer, *batch, None, None)
@@ -332,10 +326,6 @@ def check_declined(method: Any, layer: Any, why: str) -> None:
     with mock.patch.object(hooks, "computed", never):
         got = hooks.fp8_apply(lambda *_: "vLLM's", method, layer, *batch_of(4), None, None)
     assert got == "vLLM's", why
-
-
-def never(*_: Any) -> None:
-    raise AssertionError("llm_comm is asked")
 
 
 def check_untouched(log: Log, said: str) -> None:
