@@ -299,7 +299,7 @@ class EngineOptions(Config):
 
     enable: bool = True
     fuse: bool = True
-    fuse_experts: bool | str = False
+    fuse_experts: bool | str = "auto"
     tune_at_start: str | float = "auto"
     all_gather: bool = True
     reduce_scatter: bool = True

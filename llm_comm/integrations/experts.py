@@ -3,8 +3,9 @@
 With ``fuse_experts="auto"`` llm_comm computes the batches that it has measured to be faster. Engines run a model with a
 batch size before they capture it. The first such run times the engine's kernels and llm_comm's, each in a graph of
 several calls of that layer. Each call has experts chosen at random, so most of their weights come from device memory.
-Each rank decides for itself: its part of the sum is right by either kernel. Batches that were not measured are the
-engine's.
+The result holds for all batches up to the same power of two: engines capture the largest first, and while they serve,
+few batches are left to measure. Each rank decides for itself: its part of the sum is right by either kernel. Batches
+that were not measured are the engine's.
 
 FP8 weights have float32 scales, of blocks of 128 x 128 or one for each expert. Kernels of the engines quantize the
 tokens as well. llm_comm does not, so scales that a model gives for tokens are not used.
@@ -25,7 +26,10 @@ from llm_comm.config import EngineOptions
 from llm_comm.errors import CommunicatorError
 from llm_comm.integrations.engine_config import seconds_at_start
 from llm_comm.operations.fp8 import GROUP_SIZE
+from llm_comm.planning.models import Model
 
+#: Reason why the experts of a model are not hooked.
+NO_EXPERTS = "the model has none"
 #: Calls of a graph that is timed.
 _CALLS = 8
 _REPS = 7
@@ -66,6 +70,17 @@ def are_wanted(config: EngineOptions, device: torch.device) -> bool:
     if config.fuse_experts != "auto":
         return bool(config.fuse_experts)
     return seconds_at_start(config, device, usual_s=1.0) > 0  # a batch takes milliseconds: there is no budget to keep
+
+
+def why_not_needed(model: Model | None) -> str | None:
+    """Return the reason why nothing need be hooked, or None. None also if the model is not known."""
+    return NO_EXPERTS if model is not None and model.experts == 0 else None
+
+
+def about_objection(config: EngineOptions, engine: str, why_not: str) -> str:
+    """Return the part of the start-up log line about experts of an engine, for a reason that ranks have agreed on."""
+    is_expected = why_not == NO_EXPERTS and config.fuse_experts == "auto"
+    return "" if is_expected else f"; experts are {engine}'s: {why_not}"
 
 
 def about(config: EngineOptions) -> str:
@@ -122,7 +137,8 @@ class Choice:
 
     def __init__(self, measures: bool, engine: str, log: logging.Logger) -> None:
         self._measures, self._engine, self._log = measures, engine, log
-        #: By the kind of the weights, the dtype of tokens, and the numbers of tokens and of experts of a token.
+        #: By the kind of the weights, the dtype of tokens, and the numbers of experts and of tokens, the latter as the
+        #: exponent of a power of two.
         self._is_faster: dict[tuple[Any, ...], bool] = {}
 
     def is_ours(self, weights: Weights, batch: Batch, experts: int, theirs: Compute, ours: Compute) -> bool:
@@ -139,7 +155,7 @@ class Choice:
             return True
         if not 1 <= len(x) <= _core.linear_max_tokens:
             return False
-        key = (*weights.kind(), x.dtype, *ids.shape)
+        key = (*weights.kind(), x.dtype, ids.shape[1], (len(x) - 1).bit_length())
         if key not in self._is_faster:
             if x.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
                 return False

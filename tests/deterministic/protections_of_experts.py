@@ -43,15 +43,15 @@ OF_EXPERTS = (
     _protection(
         "sums_are_full",
         "sums of the warps are added when all of a unit are there",
-        "barrier_wait(memory_.sums_full(buffer), parity);",
-        "if (!WITHOUT) barrier_wait(memory_.sums_full(buffer), parity);",
+        "barrier_wait(memory_.sums_full(buffer_)",
+        "if (!WITHOUT) barrier_wait(memory_.sums_full(buffer_)",
         f"{WRONG_RESULT}|{HANGS}",
     ),
     _protection(
         "sums_are_empty",
         "sums of a unit take the place of those that have been read",
-        "if (done_ >= experts::kSumsBuffers) barrier_wait",
-        "if (!WITHOUT && done_ >= experts::kSumsBuffers) barrier_wait",
+        "if (round_ > 0) barrier_wait(memory_.sums_empty",
+        "if (!WITHOUT && round_ > 0) barrier_wait(memory_.sums_empty",
         f"{WRONG_RESULT}|{HANGS}",
     ),
     _protection(

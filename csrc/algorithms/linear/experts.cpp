@@ -17,15 +17,15 @@ uint32_t boxes_of(const Problem& problem, bool is_gated) {
 }
 
 // Bytes of the stages of a block.
-uint32_t ring_bytes(bool is_gated, const Choice& choice) {
-  const uint32_t rings = is_gated ? 1 : kWarps;
+uint32_t ring_bytes(const Problem& problem, bool is_gated, const Choice& choice) {
+  const uint32_t rings = is_gated ? 1 : down_warps(problem);
   return rings * choice.stages * choice.stage_boxes * unit_rows(is_gated, choice) * kBoxRowBytes;
 }
 
 uint32_t shared_bytes(const Problem& problem, bool is_gated, const Choice& choice) {
   // Instructions read 16 rows of a weight tile, even if it has fewer: room for this read after the last tile.
   const uint32_t beyond = (kUnitRows - unit_rows(is_gated, choice)) * kBoxRowBytes;
-  return kBoxAlignment + layout(problem, is_gated, choice).stages + ring_bytes(is_gated, choice) + beyond;
+  return kBoxAlignment + layout(problem, is_gated, choice).stages + ring_bytes(problem, is_gated, choice) + beyond;
 }
 
 // Bytes of shared memory for a block, so that a multiprocessor has room for one of gate and up beside one of the
@@ -74,6 +74,12 @@ uint32_t group_rows(const Problem& problem) {
   return problem.tokens <= 16 || mean <= 12 ? 16 : 32;
 }
 
+// With few weights the block fits beside one of gate and up and begins early. With more, twice as many warps are faster.
+uint32_t down_warps(const Problem& problem) {
+  const double bytes = mean_active(problem) * problem.hidden * problem.intermediate * operand_bytes(problem.weights);
+  return bytes > 32e6 ? kMaxDownWarps : kMaxDownWarps / 2;
+}
+
 uint32_t unit_rows(bool is_gated, const Choice& choice) {
   return is_gated || choice.block_outputs % kUnitRows == 0 ? kUnitRows : kUnitRows / 2;
 }
@@ -115,9 +121,9 @@ Choice choose(const Problem& problem, bool is_gated, Choice choice, uint32_t sm_
   if (choice.block_outputs == 0 && is_gated) choice.block_outputs = kUnitRows;
   if (choice.block_outputs == 0) {
     // Outputs of a block if each multiprocessor has one block.
-    const uint32_t share =
-        divide_up(divide_up(problem.hidden, std::max(sm_count, 1u)), linear::kLineElements) * linear::kLineElements;
-    choice.block_outputs = std::min(share, linear::kMaxBlockOutputs);
+    const uint32_t share = divide_up(problem.hidden, std::max(sm_count, 1u));
+    const uint32_t multiple = share > linear::kLineElements ? kUnitRows : linear::kLineElements;
+    choice.block_outputs = std::min(divide_up(share, multiple) * multiple, linear::kMaxBlockOutputs);
     // Fewer if the products of all places do not fit.
     while (choice.block_outputs > linear::kLineElements &&
            bytes(choice.stages == 0 ? 2 : choice.stages, choice.stage_boxes == 0 ? together : choice.stage_boxes) >
@@ -168,7 +174,7 @@ Grid grid(const Problem& problem, bool is_gated, const Choice& choice, uint32_t 
   const uint32_t blocks =
       is_gated ? std::min(std::max(sm_count, 1u), units) : divide_up(problem.hidden, choice.block_outputs);
   const uint32_t shared = shared_bytes(problem, is_gated, choice);
-  return {blocks, is_gated ? kGateUpThreads : kDownThreads,
+  return {blocks, is_gated ? kGateUpThreads : down_warps(problem) * kWarpThreads,
           is_gated ? std::max(shared, share_of_shared(is_gated, max_shared_bytes)) : shared};
 }
 

@@ -11,11 +11,11 @@
 //
 // Gate and up. A unit has 8 rows of gate and 8 of up. The blocks of the grid go through the units together, so they read
 // neighbouring memory. One warp fetches stages of 8 neighbouring tiles: 1 KiB of each row, which memory serves faster
-// than less. Each of the other warps multiplies one tile of a stage. The sums of the warps are added when a unit is
-// complete.
+// than less. kWarps others multiply one tile of a stage each. One more warp adds their sums when a unit is complete, and
+// stores its outputs.
 //
-// Down. A unit has outputs of the block. Rows are short and lie side by side, so each warp has units for itself and a
-// ring of its own. The products of a unit are kept in shared memory, one row for each place. At the end the block adds
+// Down. A unit has outputs of the block. Rows are short and lie side by side, so each warp has units and a ring of its
+// own. The products of a unit are kept in shared memory, one row for each place. At the end the block adds
 // up the places of each token, each times its factor. So nothing is left to reduce.
 //
 // Order of additions. Of gate and up, tile i of a row is of warp i % kWarps; the down-projection has one warp for a row.
@@ -26,7 +26,8 @@
 // FP8. Weights are multiplied by tokens that are not quantized: an FP8 value is exact in their type. A tile has the
 // columns of one block of scales, so the sum of its products is scaled when it is added to the sums of the row.
 //
-// Early start. The down-projection reads the router's choice and fetches weights before gate and up have ended. Each
+// Early start. Where few weights are read, a multiprocessor has room for a block of each kernel. The down-projection then
+// reads the router's choice and fetches weights before gate and up have ended. Each
 // block of gate and up triggers it (grid_dependency_trigger) when it has waited for the grids before. So these have
 // ended, and the choice is visible.
 #pragma once
@@ -91,129 +92,133 @@ class GateUpFetch {
   uint32_t stage_ = 0, round_ = 0;
 };
 
-// Adds up the sums of the warps that share a unit. Each of the first `warps` warps calls add() for every unit.
+// Sums of the warps that share a unit, on their way to the warp that adds them. Each of the first `warps` warps calls give()
+// for every unit, and the adding warp take().
 template <uint32_t Rows>
 class SumsOfWarps {
  public:
-  LLM_COMM_DEVICE SumsOfWarps(const ExpertsMemory& memory, uint32_t warp, uint32_t warps)
-      : memory_(memory), warp_(warp), warps_(warps) {}
+  using Sums = float[Rows / 8][4];
 
-  // Returns true in one of the warps. Its `sums` are then those of all.
-  LLM_COMM_DEVICE bool add(float (&sums)[Rows / 8][4]) {
-    const uint32_t buffer = done_ % experts::kSumsBuffers;
-    const uint32_t parity = done_ / experts::kSumsBuffers % 2;
-    if (done_ >= experts::kSumsBuffers) barrier_wait(memory_.sums_empty(buffer), parity ^ 1);
+  LLM_COMM_DEVICE SumsOfWarps(const ExpertsMemory& memory, uint32_t warps) : memory_(memory), warps_(warps) {}
+
+  LLM_COMM_DEVICE void give(const Sums& sums, uint32_t warp) {
+    if (round_ > 0) barrier_wait(memory_.sums_empty(buffer_), (round_ - 1) % 2);
     LLM_COMM_UNROLL(4)
     for (uint32_t n = 0; n < Rows / 8; ++n) {
-      *line(warp_, buffer, n) = {
+      *line(warp, n) = {
           {float_to_bits(sums[n][0]), float_to_bits(sums[n][1]), float_to_bits(sums[n][2]), float_to_bits(sums[n][3])}};
     }
-    arrive_as_warp(memory_.sums_full(buffer));
-    if (done_++ % warps_ != warp_) return false;
-    barrier_wait(memory_.sums_full(buffer), parity);
+    arrive_as_warp(memory_.sums_full(buffer_));
+    next();
+  }
+
+  LLM_COMM_DEVICE void take(Sums& sums) {
+    barrier_wait(memory_.sums_full(buffer_), round_ % 2);
     LLM_COMM_UNROLL(4)
     for (uint32_t n = 0; n < Rows / 8; ++n) {
       LLM_COMM_UNROLL(4)
       for (uint32_t i = 0; i < 4; ++i) sums[n][i] = 0.0f;
-      LLM_COMM_UNROLL(1)
+      LLM_COMM_UNROLL(4)
       for (uint32_t warp = 0; warp < warps_; ++warp) {
-        const Line of_warp = *line(warp, buffer, n);
+        const Line of_warp = *line(warp, n);
         LLM_COMM_UNROLL(4)
         for (uint32_t i = 0; i < 4; ++i) sums[n][i] += bits_to_float(of_warp.word[i]);
       }
     }
-    arrive_as_warp(memory_.sums_empty(buffer));
-    return true;
+    arrive_as_warp(memory_.sums_empty(buffer_));
+    next();
   }
 
  private:
   // Four sums of this lane.
-  LLM_COMM_DEVICE Line* line(uint32_t warp, uint32_t buffer, uint32_t n) const {
-    const uint32_t of_lane0 = ((warp * experts::kSumsBuffers + buffer) * (Rows / 8) + n) * kWarpThreads;
+  LLM_COMM_DEVICE Line* line(uint32_t warp, uint32_t n) const {
+    const uint32_t of_lane0 = ((warp * experts::kSumsBuffers + buffer_) * (Rows / 8) + n) * kWarpThreads;
     return pointer_to<Line>(memory_.sums()) + of_lane0 + thread_index() % kWarpThreads;
+  }
+  LLM_COMM_DEVICE void next() {
+    if (++buffer_ < experts::kSumsBuffers) return;
+    buffer_ = 0;
+    ++round_;
   }
 
   const ExpertsMemory& memory_;
-  uint32_t warp_;
   uint32_t warps_;
-  uint32_t done_ = 0;  // units
+  uint32_t buffer_ = 0, round_ = 0;
 };
 
 template <OperandType W, DataType D, uint32_t Rows>
 LLM_COMM_DEVICE void multiply_gate_up(const ExpertsArgs& args, const ExpertsMemory& memory, const ExpertUnits& units,
                                       uint32_t warp) {
   constexpr uint32_t kBoxBytes = experts::kUnitRows * kBoxRowBytes;
-  const uint32_t lane = thread_index() % kWarpThreads;
-  const uint32_t boxes = args.weight.row_bytes / kBoxRowBytes;
-  const bool has_boxes = warp < boxes;
-  SumsOfWarps<Rows> sums_of_warps(memory, warp, boxes < experts::kWarps ? boxes : experts::kWarps);
-  GroupTokens<W, D, Rows, false> tokens(args, memory);
-  typename decltype(tokens)::Pieces pieces;
+  const uint32_t rounds = divide_up(args.weight.row_bytes / kBoxRowBytes, experts::kWarps);
+  SumsOfWarps<Rows> sums_of_warps(memory, experts::kWarps);
+  using Tokens = TokensAhead<W, D, Rows, false>;
+  Tokens tokens(args, memory, units, warp);
   uint32_t stage = 0, parity = 0;
-  ExpertUnit unit = units.first();
-  const auto begin = [&](const ExpertUnit& next) {
-    const uint32_t row = next.tile * (experts::kUnitRows / 2);
-    tokens.choose_rows(next.group, row, args.weight.rows + row);
-    tokens.load(pieces, warp);
-  };
-  if (has_boxes && units.have(unit)) {
-    tokens.choose(unit.group);
-    begin(unit);
-  }
   LLM_COMM_UNROLL(1)
-  while (units.have(unit)) {
-    const ExpertUnit next = units.after(unit);
-    typename decltype(tokens)::Sums sums = {};
+  for (ExpertUnit unit = units.first(); units.have(unit); unit = units.after(unit)) {
+    typename Tokens::Sums sums = {};
     LLM_COMM_UNROLL(1)
-    for (uint32_t first = 0; first < boxes; first += experts::kWarps) {
-      const uint32_t box = first + warp;
-      barrier_wait(memory.full(stage), parity);
-      if (box < boxes) tokens.multiply(sums, memory.stages() + (stage * experts::kWarps + warp) * kBoxBytes, pieces);
-      arrive_as_warp(memory.empty(stage));
-      if (++stage == args.stages) {
-        stage = 0;
-        parity ^= 1;
-      }
-      if (box + experts::kWarps < boxes) {
-        tokens.load(pieces, box + experts::kWarps);
-      } else if (first + experts::kWarps >= boxes && has_boxes && units.have(next)) {
-        if (next.group != unit.group) tokens.choose(next.group);
-        begin(next);
-      }
-    }
-    if (has_boxes) {
-      float own[Rows / 8][4];
-      LLM_COMM_UNROLL(4)
-      for (uint32_t n = 0; n < Rows / 8; ++n) {
-        LLM_COMM_UNROLL(4)
-        for (uint32_t i = 0; i < 4; ++i) own[n][i] = sums[n][0][i] + sums[n][1][i];
-      }
-      if (sums_of_warps.add(own)) {
-        const uint32_t rows = ExpertGroup(memory.groups()[unit.group]).rows();
-        // Two lanes have neighbouring outputs of two tokens. Each stores both outputs of one token.
-        const uint32_t output = row_of_sum(lane, 0);
-        const uint32_t is_second = output % 2;
-        LLM_COMM_UNROLL(4)
-        for (uint32_t n = 0; n < Rows / 8; ++n) {
-          uint32_t bits[2];
-          LLM_COMM_UNROLL(2)
-          for (uint32_t i = 0; i < 2; ++i) {
-            bits[i] =
-                activate_and_mul<D>(args.epilogue, Element<D>::round(own[n][i]), Element<D>::round(own[n][2 + i]));
-          }
-          const uint32_t kept = is_second != 0 ? bits[1] : bits[0];
-          const uint32_t given = is_second != 0 ? bits[0] : bits[1];
-          const uint32_t taken = float_to_bits(shuffle_xor(bits_to_float(given), kLanesToNextRow));
-          const uint32_t row = 8 * n + token_of(lane, is_second);
-          if (row >= rows) continue;
-          const uint64_t place = ExpertPlace(memory.places()[unit.group * Rows + row]).place();
-          const uint64_t first = place * args.weight.rows + unit.tile * (experts::kUnitRows / 2) + (output - is_second);
-          store_plain(static_cast<uint32_t*>(args.out) + first / 2,
-                      is_second != 0 ? taken | kept << 16 : kept | taken << 16);
+    for (uint32_t first = 0; first < rounds; first += Tokens::kAhead) {
+      LLM_COMM_UNROLL(2)
+      for (uint32_t slot = 0; slot < Tokens::kAhead; ++slot) {
+        const uint32_t round = first + slot;
+        if (round >= rounds) break;
+        const bool has_tile = round < tokens.steps();
+        barrier_wait(memory.full(stage), parity);
+        if (has_tile) {
+          tokens.multiply(sums, memory.stages() + (stage * experts::kWarps + warp) * kBoxBytes, slot);
+        }
+        arrive_as_warp(memory.empty(stage));
+        if (has_tile) tokens.refill(slot, round);
+        if (++stage == args.stages) {
+          stage = 0;
+          parity ^= 1;
         }
       }
     }
-    unit = next;
+    if (tokens.steps() == 0) continue;
+    float own[Rows / 8][4];
+    LLM_COMM_UNROLL(4)
+    for (uint32_t n = 0; n < Rows / 8; ++n) {
+      LLM_COMM_UNROLL(4)
+      for (uint32_t i = 0; i < 4; ++i) own[n][i] = sums[n][0][i] + sums[n][1][i];
+    }
+    sums_of_warps.give(own, warp);
+  }
+}
+
+// The adding warp: stores the state between the layers.
+template <DataType D, uint32_t Rows>
+LLM_COMM_DEVICE void store_gate_up(const ExpertsArgs& args, const ExpertsMemory& memory, const ExpertUnits& units,
+                                   uint32_t warps) {
+  const uint32_t lane = thread_index() % kWarpThreads;
+  // Two lanes have neighbouring outputs of two tokens. Each stores both outputs of one token.
+  const uint32_t output = row_of_sum(lane, 0);
+  const uint32_t is_second = output % 2;
+  SumsOfWarps<Rows> sums_of_warps(memory, warps);
+  LLM_COMM_UNROLL(1)
+  for (ExpertUnit unit = units.first(); units.have(unit); unit = units.after(unit)) {
+    const uint32_t rows = ExpertGroup(memory.groups()[unit.group]).rows();
+    float sums[Rows / 8][4];
+    sums_of_warps.take(sums);
+    LLM_COMM_UNROLL(4)
+    for (uint32_t n = 0; n < Rows / 8; ++n) {
+      uint32_t bits[2];
+      LLM_COMM_UNROLL(2)
+      for (uint32_t i = 0; i < 2; ++i) {
+        bits[i] = activate_and_mul<D>(args.epilogue, Element<D>::round(sums[n][i]), Element<D>::round(sums[n][2 + i]));
+      }
+      const uint32_t kept = is_second != 0 ? bits[1] : bits[0];
+      const uint32_t given = is_second != 0 ? bits[0] : bits[1];
+      const uint32_t taken = float_to_bits(shuffle_xor(bits_to_float(given), kLanesToNextRow));
+      const uint32_t row = 8 * n + token_of(lane, is_second);
+      if (row >= rows) continue;
+      const uint64_t place = ExpertPlace(memory.places()[unit.group * Rows + row]).place();
+      const uint64_t first = place * args.weight.rows + unit.tile * (experts::kUnitRows / 2) + (output - is_second);
+      store_plain(static_cast<uint32_t*>(args.out) + first / 2,
+                  is_second != 0 ? taken | kept << 16 : kept | taken << 16);
+    }
   }
 }
 
@@ -222,9 +227,10 @@ LLM_COMM_KERNEL(experts::kGateUpThreads)
 experts_gate_up(LLM_COMM_KERNEL_PARAM ExpertsArgs args) {
   const ExpertsMemory memory{tile_memory(), args.layout};
   const uint32_t warp = same_in_warp(thread_index() / kWarpThreads);
+  const uint32_t boxes = args.weight.row_bytes / kBoxRowBytes;
+  const uint32_t summed = boxes < experts::kWarps ? boxes : experts::kWarps;  // warps with tiles
   memory.clear_tokens(args.experts);
   if (warp == experts::kWarps) {
-    const uint32_t boxes = args.weight.row_bytes / kBoxRowBytes;
     LLM_COMM_UNROLL(1)
     for (uint32_t stage = 0; stage < args.stages; ++stage) {
       barrier_init(memory.full(stage), kFetchArrivals);
@@ -232,7 +238,7 @@ experts_gate_up(LLM_COMM_KERNEL_PARAM ExpertsArgs args) {
     }
     LLM_COMM_UNROLL(2)
     for (uint32_t buffer = 0; buffer < experts::kSumsBuffers; ++buffer) {
-      barrier_init(memory.sums_full(buffer), boxes < experts::kWarps ? boxes : experts::kWarps);
+      barrier_init(memory.sums_full(buffer), summed);
       barrier_init(memory.sums_empty(buffer), 1);
     }
     barrier_init_fence();
@@ -248,6 +254,9 @@ experts_gate_up(LLM_COMM_KERNEL_PARAM ExpertsArgs args) {
     fetch.begin();
     block_sync();
     fetch.run();
+  } else if (warp > experts::kWarps) {
+    block_sync();
+    store_gate_up<D, Rows>(args, memory, units, summed);
   } else {
     find_places<Rows, true>(args, memory);
     block_sync();
@@ -303,57 +312,41 @@ class DownFetch {
   uint32_t stage_ = 0;
 };
 
-// Writes the products of a warp's units to shared memory. The tokens of kTogether tiles are loaded together.
+// Writes the products of a warp's units to shared memory.
 template <OperandType W, DataType D, uint32_t Rows>
 LLM_COMM_DEVICE void multiply_down(const ExpertsArgs& args, const ExpertsMemory& memory, const ExpertUnits& units,
                                    DownFetch& fetch, uint32_t stride) {
-  constexpr uint32_t kTogether = experts::tiles_together(W);
   const uint32_t lane = thread_index() % kWarpThreads;
   const uint32_t boxes = args.weight.row_bytes / kBoxRowBytes;
-  GroupTokens<W, D, Rows, true> tokens(args, memory);
-  typename decltype(tokens)::Pieces pieces[kTogether];
-  const auto load = [&](uint32_t first) {
-    LLM_COMM_UNROLL(2)
-    for (uint32_t i = 0; i < kTogether; ++i) {
-      if (first + i < boxes) tokens.load(pieces[i], first + i);
-    }
-  };
-  const auto begin = [&](const ExpertUnit& next) {
-    tokens.choose(next.group);
-    const uint32_t row = block_index() * args.block_outputs + next.tile * args.unit_rows;
-    const uint32_t existing = row < args.weight.rows ? row : 0;  // a tile has rows of one block of scales
-    tokens.choose_rows(next.group, existing, existing);
-    load(0);
-  };
+  using Tokens = TokensAhead<W, D, Rows, true>;
+  Tokens tokens(args, memory, units, 0);
   uint32_t stage = 0, parity = 0, of_stage = 0;
-  ExpertUnit unit = units.first();
-  if (units.have(unit)) begin(unit);
   LLM_COMM_UNROLL(1)
-  while (units.have(unit)) {
-    const ExpertUnit next = units.after(unit);
-    typename decltype(tokens)::Sums sums = {};
+  for (ExpertUnit unit = units.first(); units.have(unit); unit = units.after(unit)) {
+    typename Tokens::Sums sums = {};
     LLM_COMM_UNROLL(1)
-    for (uint32_t first = 0; first < boxes; first += kTogether) {
-      if (of_stage == 0) barrier_wait(fetch.full(stage), parity);
+    for (uint32_t first = 0; first < tokens.steps(); first += Tokens::kAhead) {
       LLM_COMM_UNROLL(2)
-      for (uint32_t i = 0; i < kTogether; ++i) {
-        if (first + i >= boxes) continue;
-        tokens.multiply(sums, fetch.stage_at(stage) + (of_stage + i) * (args.unit_rows * kBoxRowBytes), pieces[i]);
-      }
-      of_stage += kTogether;
-      if (of_stage == args.stage_boxes || first + kTogether >= boxes) {
-        of_stage = 0;
-        warp_sync();  // all lanes have read the stage
-        fetch.next();
-        if (++stage == args.stages) {
-          stage = 0;
-          parity ^= 1;
+      for (uint32_t slot = 0; slot < Tokens::kAhead; ++slot) {
+        const uint32_t step = first + slot;
+        if (step >= tokens.steps()) break;
+        if (of_stage == 0) barrier_wait(fetch.full(stage), parity);
+        LLM_COMM_UNROLL(2)
+        for (uint32_t i = 0; i < Tokens::kTogether; ++i) {
+          if (step * Tokens::kTogether + i >= boxes) continue;
+          tokens.multiply(sums, fetch.stage_at(stage) + (of_stage + i) * (args.unit_rows * kBoxRowBytes), slot, i);
         }
-      }
-      if (first + kTogether < boxes) {
-        load(first + kTogether);
-      } else if (units.have(next)) {
-        begin(next);
+        of_stage += Tokens::kTogether;
+        if (of_stage == args.stage_boxes || step + 1 == tokens.steps()) {
+          of_stage = 0;
+          warp_sync();  // all lanes have read the stage
+          fetch.next();
+          if (++stage == args.stages) {
+            stage = 0;
+            parity ^= 1;
+          }
+        }
+        tokens.refill(slot, step);
       }
     }
     const uint32_t rows = ExpertGroup(memory.groups()[unit.group]).rows();
@@ -368,12 +361,11 @@ LLM_COMM_DEVICE void multiply_down(const ExpertsArgs& args, const ExpertsMemory&
         memory.products()[place * stride + unit.tile * args.unit_rows + output] = sums[n][0][i] + sums[n][1][i];
       }
     }
-    unit = next;
   }
 }
 
 template <OperandType W, DataType D, uint32_t Rows>
-LLM_COMM_KERNEL(experts::kDownThreads)
+LLM_COMM_KERNEL(experts::kMaxDownThreads)
 experts_down(LLM_COMM_KERNEL_PARAM ExpertsArgs args) {
   const ExpertsMemory memory{tile_memory(), args.layout};
   const uint32_t warp = same_in_warp(thread_index() / kWarpThreads);
@@ -384,7 +376,7 @@ experts_down(LLM_COMM_KERNEL_PARAM ExpertsArgs args) {
   block_sync();
   const uint32_t groups = same_in_warp(find_groups<Rows>(args, memory));
   const uint32_t tiles = args.block_outputs / args.unit_rows;
-  const ExpertUnits units{tiles, warp, groups * tiles, experts::kWarps};
+  const ExpertUnits units{tiles, warp, groups * tiles, block_threads() / kWarpThreads};
   DownFetch fetch(args, memory, units, warp);
   LLM_COMM_UNROLL(1)
   for (uint32_t stage = 0; stage < args.stages; ++stage) fetch.next();
@@ -400,7 +392,7 @@ experts_down(LLM_COMM_KERNEL_PARAM ExpertsArgs args) {
   const uint32_t first_output = block_index() * args.block_outputs;
   const uint32_t pairs = args.block_outputs / 2;
   LLM_COMM_UNROLL(1)
-  for (uint32_t i = thread_index(); i < args.tokens * pairs; i += experts::kDownThreads) {
+  for (uint32_t i = thread_index(); i < args.tokens * pairs; i += block_threads()) {
     const uint32_t token = i / pairs;
     const uint32_t output = i % pairs * 2;
     if (first_output + output >= args.weight.rows) continue;

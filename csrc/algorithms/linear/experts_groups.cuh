@@ -126,7 +126,8 @@ LLM_COMM_DEVICE uint32_t find_groups(const ExpertsArgs& args, const ExpertsMemor
 template <uint32_t Rows, bool Gated>
 LLM_COMM_DEVICE void find_places(const ExpertsArgs& args, const ExpertsMemory& memory) {
   const uint16_t* const ids = memory.ids();
-  for (uint32_t i = thread_index(); i < args.tokens * args.top_k; i += experts::kDownThreads) {
+  const uint32_t threads = Gated ? experts::kWarps * kWarpThreads : block_threads();
+  for (uint32_t i = thread_index(); i < args.tokens * args.top_k; i += threads) {
     const uint32_t id = ids[i];
     const uint32_t token = i / args.top_k;
     bool is_first = id != experts::kMaxExperts;

@@ -132,7 +132,7 @@ def step_in(group: Any, arguments: Mapping[str, Any]) -> None:
         about_layers += collective_tuning.tune(member.communicator, group.cpu_group, model, logger)
         about_layers += _set_up_fusion(group, member.communicator, model)
         about_layers += _set_up_invariant_linears(group, member.communicator)
-        about_layers += _set_up_experts(group, member.communicator)
+        about_layers += _set_up_experts(group, member.communicator, model)
     if sums:
         about_layers += _serve_flashinfer(group, member, is_elsewhere)
     if dist.get_rank() == 0:
@@ -321,23 +321,23 @@ def _set_up_invariant_linears(group: Any, communicator: Communicator) -> str:
     return LINEAR_AT_EVERY_SIZE
 
 
-def _set_up_experts(group: Any, communicator: Communicator) -> str:
+def _set_up_experts(group: Any, communicator: Communicator, model: Model | None) -> str:
     """With ``fuse_experts``: compute experts of few tokens by llm_comm, on all ranks or on none. Return text for the
     start line. Collective."""
     config = options_of(communicator)
     if not experts.are_wanted(config, communicator.device):
         return ""
-    of_this_rank = "deterministic inference is on" if _is_deterministic() else TABLE.attempt(seams.EXPERTS)
+    of_this_rank = experts.why_not_needed(model)
+    if of_this_rank is None:
+        of_this_rank = "deterministic inference is on" if _is_deterministic() else TABLE.attempt(seams.EXPERTS)
     why_not = joining.objection_of_any(group.cpu_group, of_this_rank, seams.EXPERTS)
     if why_not is not None:
-        return f"; experts are SGLang's: {why_not}"
+        return experts.about_objection(config, "SGLang", why_not)
     from llm_comm.integrations.sglang.experts import activate
 
     why_no_fp8 = joining.objection_of_any(group.cpu_group, TABLE.attempt(seams.FP8_EXPERTS), seams.FP8_EXPERTS)
     activate(group, measures=config.fuse_experts == "auto", fp8=why_no_fp8 is None)
-    found = experts.about(config)
-    if config.fuse_experts != "auto":  # with "auto" it would have to be measured, by all ranks together
-        found += _set_up_router(group, communicator)
+    found = experts.about(config) + _set_up_router(group, communicator)
     return found if why_no_fp8 is None else f"{found}; experts of FP8 are SGLang's: {why_no_fp8}"
 
 
@@ -356,8 +356,9 @@ def _set_up_router(group: Any, communicator: Communicator) -> str:
     why_not = joining.objection_of_any(group.cpu_group, of_this_rank, seams.ROUTER)
     if why_not is not None:
         return f"; their router is SGLang's: {why_not}"
-    routers.activate(group)
-    return "; their router by llm_comm"
+    is_auto = options_of(communicator).fuse_experts == "auto"
+    routers.activate(group, only_measured=is_auto)
+    return f"; their router by llm_comm{', where it is faster' if is_auto else ''}"
 
 
 def _attempt_linears() -> str | None:

@@ -1,4 +1,4 @@
-"""Hooks in SGLang that compute the router of experts by one kernel of llm_comm, with ``fuse_experts=1``.
+"""Hooks in SGLang that compute the router of experts by one kernel of llm_comm, with option ``fuse_experts``.
 
 SGLang computes a router by two functions that the code of a model connects: a ``ReplicatedLinear`` makes logits, and
 ``fused_topk`` chooses experts from them. Both are hooked. The first call of ``fused_topk`` shows which layer made its
@@ -8,6 +8,9 @@ together, and ``fused_topk`` takes the choice that belongs to its logits. What S
 All ranks must choose the same experts. So the decision depends on what is the same on all ranks: the program, shapes,
 dtypes and settings. What may differ, such as a weight that is not aligned, is an error. Batches that llm_comm declines
 are SGLang's.
+
+With ``fuse_experts="auto"`` llm_comm computes routers of sizes that it is known to compute faster. Nothing is measured:
+a measurement could differ between ranks.
 
 Routers with scores by sigmoid, a correction of scores, groups of experts or fused shared experts are SGLang's. So is a
 choice whose logits were changed before it.
@@ -34,6 +37,9 @@ _PLAIN = {
     "num_token_non_padded": None,
 }
 _IGNORED = ("routed_scaling_factor",)
+#: Sizes that were faster than SGLang's linear layer and ``fused_topk`` on one H200 (tests/gpu/experts_layer.py; docs/
+#: results/2026-11-30_h200_experts_layers_2.json): up to so many experts, columns of x, and elements of x.
+_MEASURED_EXPERTS, _MEASURED_COLUMNS, _MEASURED_ELEMENTS = 128, 4096, 2**17
 _DTYPES = (torch.bfloat16, torch.float16)
 
 
@@ -59,11 +65,13 @@ class _State:
 
     Attributes:
         group: SGLang's tensor-parallel group, whose communicator computes routers; None: SGLang does.
+        only_measured: Routers of other sizes are SGLang's.
         made: The last logits.
         method: SGLang's class of layers without quantization.
     """
 
     group: Any = None
+    only_measured = False
     made: _Made | None = None
     method: Any = None
 
@@ -77,9 +85,14 @@ def set_up() -> None:
     _State.method = importlib.import_module("sglang.srt.layers.quantization.unquant").UnquantizedLinearMethod
 
 
-def activate(group: Any) -> None:
-    """Have the communicator of SGLang's ``group`` compute routers. Call it on all ranks."""
-    _State.group = group
+def activate(group: Any, only_measured: bool) -> None:
+    """Have the communicator of SGLang's ``group`` compute routers. Call it on all ranks.
+
+    Args:
+        group: SGLang's tensor-parallel group.
+        only_measured: Only those of sizes that were measured to be faster.
+    """
+    _State.group, _State.only_measured = group, only_measured
 
 
 def around_forward(theirs: Any, layer: Any, x: torch.Tensor) -> Any:
@@ -134,10 +147,16 @@ def _is_served(layer: Any, x: torch.Tensor) -> bool:
     return (
         x.dim() == 2
         and 1 <= len(x) <= _core.linear_max_tokens
+        and (not _State.only_measured or _was_faster(x, layer.weight))
         and type(layer.quant_method) is _State.method
         and type(layer.weight) is torch.nn.Parameter
         and (layer.bias is None or (type(layer.bias) is torch.nn.Parameter and not layer.skip_bias_add))
     )
+
+
+def _was_faster(x: torch.Tensor, weight: torch.Tensor) -> bool:
+    experts, columns = weight.shape
+    return experts <= _MEASURED_EXPERTS and columns <= _MEASURED_COLUMNS and x.numel() <= _MEASURED_ELEMENTS
 
 
 def _route(x: torch.Tensor, layer: Any, top_k: int, renormalize: bool) -> Any:

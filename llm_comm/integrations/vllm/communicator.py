@@ -431,9 +431,10 @@ class LlmCommCommunicator(CudaCommunicator):  # type: ignore[misc]
         config = options_of(communicator)
         if not experts.are_wanted(config, communicator.device):
             return ""
-        why_not = self._objection(fusion.why_not_experts(), seams.EXPERTS)
+        of_this_rank = experts.why_not_needed(configuration.model()) or fusion.why_not_experts()
+        why_not = self._objection(of_this_rank, seams.EXPERTS)
         if why_not is not None:
-            return f"; experts are vLLM's: {why_not}"
+            return experts.about_objection(config, "vLLM", why_not)
         from llm_comm.integrations.vllm.experts import activate
 
         why_no_fp8 = self._objection(seams.TABLE.attempt(seams.FP8_EXPERTS), seams.FP8_EXPERTS)

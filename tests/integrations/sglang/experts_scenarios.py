@@ -237,16 +237,18 @@ def with_auto_batches_that_are_faster_are_computed_by_llm_comm() -> None:
             assert measured == [(4, 8)] * 2
             assert tokens == [4] * 8  # of the measurement
             del tokens[:]
-            for count in (9, 9, 65, 0):
+            check(method, layer, given_of(3))  # by the measurement of 4
+            assert not tokens
+            for count in (15, 9, 16, 65, 0):
                 check(method, layer, given_of(count))
-            assert measured[2:] == [(9, 8)] * 2
-            assert tokens == [9] * 8 + [9, 9, 65, 0]
+            assert measured[2:] == [(15, 8)] * 2
+            assert tokens == [15] * 8 + [15, 9, 16, 65, 0]
             for _ in range(2):
-                check(method, layer, given_of(3))
-            assert tokens[-2:] == [3, 3]
-            assert measured[4:] == [(3, 8)]
+                check(method, layer, given_of(2))
+            assert tokens[-2:] == [2, 2]
+            assert measured[4:] == [(2, 8)]
         assert len(log.having("llm_comm: experts of 4 tokens: 0.5 us, SGLang's 1.0")) == (dist_rank() == 0)
-        assert len(log.having("experts of 3 tokens were not measured and are SGLang's: no memory")) == 1
+        assert len(log.having("experts of 2 tokens were not measured and are SGLang's: no memory")) == 1
 
 
 @scenario(LLM_COMM_FUSE_EXPERTS="auto", LLM_COMM_TUNE_AT_START="1")
@@ -390,6 +392,26 @@ def the_router_is_computed_by_llm_comm_once_it_is_known() -> None:
         assert len(log.having(said)) == (dist_rank() == 0)
         ours("tp").leave()
         check_router(gate, 4, False)
+
+
+@scenario(LLM_COMM_FUSE_EXPERTS="auto", LLM_COMM_TUNE_AT_START="1")
+def with_auto_routers_of_sizes_that_were_measured_are_computed_by_llm_comm() -> None:
+    from llm_comm.integrations.sglang import routers as hooks  # it imports the excerpts
+
+    with served() as log:
+        assert len(log.having("; their router by llm_comm, where it is faster")) == (dist_rank() == 0)
+        gate = router()
+        check_router(gate, 4, False)
+        check_router(gate, 4, True)
+        for name, largest in (
+            ("_MEASURED_EXPERTS", 6),
+            ("_MEASURED_COLUMNS", HIDDEN),
+            ("_MEASURED_ELEMENTS", 4 * HIDDEN),
+        ):
+            with mock.patch.object(hooks, name, largest):
+                check_router(gate, 4, True)
+            with mock.patch.object(hooks, name, largest - 1):
+                check_router(gate, 4, False)
 
 
 @scenario(LLM_COMM_FUSE_EXPERTS="1")

@@ -113,7 +113,7 @@ def expected(
 
 @contextmanager
 def timed() -> Iterator[list[tuple[int, int]]]:
-    """Has batches of at most 8 tokens be faster by llm_comm, and batches of 3 fail. Yields the numbers of tokens and
+    """Has batches of at most 8 tokens be faster by llm_comm, and batches of 2 fail. Yields the numbers of tokens and
     calls of each chain that is timed; the engine's comes first."""
     found: list[tuple[int, int]] = []
 
@@ -122,7 +122,7 @@ def timed() -> Iterator[list[tuple[int, int]]]:
             call(link)
         tokens = len(links[0].x)
         found.append((tokens, len(links)))
-        if tokens == 3:
+        if tokens == 2:
             raise RuntimeError("no memory")
         return 1.0 if tokens > 8 or len(found) % 2 == 1 else 0.5
 
