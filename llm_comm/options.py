@@ -287,8 +287,8 @@ OPTIONS: dict[str, Option] = {
         Alike.YES,
         "ranks might choose different experts, and parts would be rounded differently",
         "Whether engine integrations compute the experts of up to 64 tokens with llm_comm "
-        "(docs/experiments/experts.md), and in SGLang their router. ``auto``: batches that each rank has measured to be "
-        "faster, and routers of sizes for which measurements are committed. True: all.",
+        "(docs/experiments/experts.md), and in SGLang their router. ``auto``: batches that each rank has measured "
+        "to be faster, and routers of sizes for which measurements are committed. True: all.",
         of_engines=True,
     ),
     "tune_at_start": Option(

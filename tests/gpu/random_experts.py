@@ -107,7 +107,7 @@ def choose(case: Case, generator: torch.Generator) -> dict[str, torch.Tensor]:
 def is_near(case: Case, chosen: dict[str, torch.Tensor], out: torch.Tensor) -> bool:
     """Whether the result is within what its roundings may make of it."""
     x, ids, factors = chosen["x"].double(), chosen["topk_ids"], chosen["topk_weights"].double()
-    expected, size = (torch.zeros(out.shape, dtype=torch.float64, device=out.device) for _ in range(2))
+    expected, size, largest = (torch.zeros(out.shape, dtype=torch.float64, device=out.device) for _ in range(3))
     for expert in ids.unique().tolist():
         if not 0 <= expert < len(case.down):
             continue
@@ -122,8 +122,11 @@ def is_near(case: Case, chosen: dict[str, torch.Tensor], out: torch.Tensor) -> b
         state = (activated * up).to(case.dtype).double()
         expected += factor * (state @ down.T)
         size += factor.abs() * (state.abs() @ down.T.abs())
-    # Rounding of the result, and roundings of gate, up and state that fall otherwise than in float64.
-    bound = torch.finfo(case.dtype).eps * (expected.abs() + BOUND * size / math.sqrt(case.down.shape[2]) + 1e-3)
+        largest += factor.abs() * state.abs().amax(1, keepdim=True) * down.abs().amax(1)
+    # Rounding of the result, and roundings of gate, up and state that fall otherwise than in float64: some of many
+    # elements, or that of the largest.
+    elements = BOUND * size / math.sqrt(case.down.shape[2]) + largest
+    bound = torch.finfo(case.dtype).eps * (expected.abs() + elements + 1e-3)
     return bool(((out.double() - expected).abs() <= bound).all())
 
 

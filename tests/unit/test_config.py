@@ -32,7 +32,7 @@ VALUES: dict[str, tuple[object, str, object, object]] = {
     "pdl": (False, "off", False, False),
     "fuse": (False, "0", False, False),
     "fuse_linear": (True, "auto", "auto", False),
-    "fuse_experts": ("auto", "1", True, False),
+    "fuse_experts": (False, "1", True, "auto"),
     "tune_at_start": (5, "0", 0.0, 2.5),
     "all_gather": (False, "0", False, False),
     "reduce_scatter": (False, "no", False, False),

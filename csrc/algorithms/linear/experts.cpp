@@ -16,16 +16,13 @@ uint32_t boxes_of(const Problem& problem, bool is_gated) {
   return inputs / linear::inputs_multiple(problem.weights);
 }
 
-// Bytes of the stages of a block.
-uint32_t ring_bytes(const Problem& problem, bool is_gated, const Choice& choice) {
-  const uint32_t rings = is_gated ? 1 : down_warps(problem);
-  return rings * choice.stages * choice.stage_boxes * unit_rows(is_gated, choice) * kBoxRowBytes;
-}
-
-uint32_t shared_bytes(const Problem& problem, bool is_gated, const Choice& choice) {
+// rings: of the block, each of `choice.stages` stages.
+uint32_t shared_bytes(const Problem& problem, bool is_gated, const Choice& choice, uint32_t rings) {
+  const uint32_t tile_bytes = unit_rows(is_gated, choice) * kBoxRowBytes;
   // Instructions read 16 rows of a weight tile, even if it has fewer: room for this read after the last tile.
-  const uint32_t beyond = (kUnitRows - unit_rows(is_gated, choice)) * kBoxRowBytes;
-  return kBoxAlignment + layout(problem, is_gated, choice).stages + ring_bytes(problem, is_gated, choice) + beyond;
+  const uint32_t beyond = kUnitRows * kBoxRowBytes - tile_bytes;
+  return kBoxAlignment + layout(problem, is_gated, choice).stages +
+         rings * choice.stages * choice.stage_boxes * tile_bytes + beyond;
 }
 
 // Bytes of shared memory for a block, so that a multiprocessor has room for one of gate and up beside one of the
@@ -74,10 +71,12 @@ uint32_t group_rows(const Problem& problem) {
   return problem.tokens <= 16 || mean <= 12 ? 16 : 32;
 }
 
-// With few weights the block fits beside one of gate and up and begins early. With more, twice as many warps are faster.
-uint32_t down_warps(const Problem& problem) {
+// With few weights the block is small enough to begin early, beside one of gate and up. With more, twice as many warps
+// are faster (docs/experiments/experts.md), if their rings fit.
+uint32_t down_warps(const Problem& problem, const Choice& choice, uint32_t max_shared_bytes) {
   const double bytes = mean_active(problem) * problem.hidden * problem.intermediate * operand_bytes(problem.weights);
-  return bytes > 32e6 ? kMaxDownWarps : kMaxDownWarps / 2;
+  const bool may_have_all = bytes > 32e6 && shared_bytes(problem, false, choice, kMaxDownWarps) <= max_shared_bytes;
+  return may_have_all ? kMaxDownWarps : kMinDownWarps;
 }
 
 uint32_t unit_rows(bool is_gated, const Choice& choice) {
@@ -116,7 +115,8 @@ Choice choose(const Problem& problem, bool is_gated, Choice choice, uint32_t sm_
   check(problem);
   const uint32_t together = tiles_together(problem.weights);
   const auto bytes = [&](uint32_t stages, uint32_t stage_boxes) {
-    return shared_bytes(problem, is_gated, {choice.block_outputs, stages, stage_boxes});
+    const Choice tried{choice.block_outputs, stages, stage_boxes};
+    return shared_bytes(problem, is_gated, tried, is_gated ? 1 : down_warps(problem, tried, max_shared_bytes));
   };
   if (choice.block_outputs == 0 && is_gated) choice.block_outputs = kUnitRows;
   if (choice.block_outputs == 0) {
@@ -173,8 +173,9 @@ Grid grid(const Problem& problem, bool is_gated, const Choice& choice, uint32_t 
   const uint32_t units = problem.intermediate / (kUnitRows / 2) * problem.tokens * problem.top_k;
   const uint32_t blocks =
       is_gated ? std::min(std::max(sm_count, 1u), units) : divide_up(problem.hidden, choice.block_outputs);
-  const uint32_t shared = shared_bytes(problem, is_gated, choice);
-  return {blocks, is_gated ? kGateUpThreads : down_warps(problem) * kWarpThreads,
+  const uint32_t warps = down_warps(problem, choice, max_shared_bytes);
+  const uint32_t shared = shared_bytes(problem, is_gated, choice, is_gated ? 1 : warps);
+  return {blocks, is_gated ? kGateUpThreads : warps * kWarpThreads,
           is_gated ? std::max(shared, share_of_shared(is_gated, max_shared_bytes)) : shared};
 }
 

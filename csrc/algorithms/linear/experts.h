@@ -14,7 +14,7 @@ inline constexpr uint32_t kMaxTopK = 16;
 inline constexpr uint32_t kMaxTokens = linear::kMaxTokens;
 inline constexpr uint32_t kWarps = 8;                                    // of gate and up, that multiply
 inline constexpr uint32_t kGateUpThreads = (kWarps + 2) * kWarpThreads;  // one more fetches, and one adds
-inline constexpr uint32_t kMaxDownWarps = 16;
+inline constexpr uint32_t kMinDownWarps = 8, kMaxDownWarps = 16;
 inline constexpr uint32_t kMaxDownThreads = kMaxDownWarps * kWarpThreads;
 inline constexpr uint32_t kMaxStages = 16;
 // Rows of a weight tile that a warp multiplies at once; of gate and up half of them each.
@@ -34,7 +34,7 @@ uint32_t group_rows(const Problem& problem);
 // the kernel does not support or that exceeds `max_shared_bytes`.
 Choice choose(const Problem& problem, bool is_gated, Choice choice, uint32_t sm_count, uint32_t max_shared_bytes);
 // Warps of a block of the down-projection.
-uint32_t down_warps(const Problem& problem);
+uint32_t down_warps(const Problem& problem, const Choice& choice, uint32_t max_shared_bytes);
 // Rows of a weight tile.
 uint32_t unit_rows(bool is_gated, const Choice& choice);
 Layout layout(const Problem& problem, bool is_gated, const Choice& choice);

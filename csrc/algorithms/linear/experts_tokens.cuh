@@ -1,4 +1,4 @@
-// What the warps of the experts' kernels go through and multiply: units, and the tokens of a group (experts.cuh).
+// Units of the experts' kernels, and the tokens that their warps multiply (experts.cuh).
 #pragma once
 
 #include "algorithms/linear/experts_groups.cuh"

@@ -41,10 +41,13 @@ from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import Un
 from vllm.model_executor.layers.quantization import fp8
 from vllm.model_executor.layers.quantization.utils import fp8_utils
 
+from llm_comm.integrations.vllm import configuration, seams
 from llm_comm.integrations.vllm import experts as hooks
-from llm_comm.integrations.vllm import seams
+from llm_comm.planning.models import of_config
 
 _METHOD = "vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method:UnquantizedFusedMoEMethod.apply"
+_SIZES = {"hidden_size": 64, "num_attention_heads": 1, "intermediate_size": 64, "num_hidden_layers": 1}
+DENSE = of_config({"model_type": "llama", "rms_norm_eps": 1e-5, **_SIZES})
 
 
 class Kernel:
@@ -236,6 +239,18 @@ def experts_whose_weights_lie_in_the_hosts_memory_are_vllms() -> None:
     config.offload_config.uva.cpu_offload_gb = 1
     with served(config) as log:
         check_untouched(log, "; experts are vLLM's: weights lie in the host's memory")
+
+
+@scenario(LLM_COMM_FUSE_EXPERTS="1")
+def nothing_is_hooked_for_a_model_without_experts() -> None:
+    with mock.patch.object(configuration, "model", lambda: DENSE), served() as log:
+        check_untouched(log, "; experts are vLLM's: the model has none")
+
+
+@scenario(LLM_COMM_TUNE_AT_START="1", LLM_COMM_FUSE_EXPERTS="auto")
+def with_auto_nothing_is_said_of_a_model_without_experts() -> None:
+    with mock.patch.object(configuration, "model", lambda: DENSE), served() as log:
+        check_untouched(log, "")
 
 
 @scenario(LLM_COMM_FUSE_EXPERTS="1")
