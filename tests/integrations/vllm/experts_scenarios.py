@@ -243,13 +243,13 @@ def experts_whose_weights_lie_in_the_hosts_memory_are_vllms() -> None:
 
 @scenario(LLM_COMM_FUSE_EXPERTS="1")
 def nothing_is_hooked_for_a_model_without_experts() -> None:
-    with mock.patch.object(configuration, "model", lambda: DENSE), served() as log:
+    with mock.patch.object(configuration, "model", return_value=DENSE), served() as log:
         check_untouched(log, "; experts are vLLM's: the model has none")
 
 
 @scenario(LLM_COMM_TUNE_AT_START="1", LLM_COMM_FUSE_EXPERTS="auto")
 def with_auto_nothing_is_said_of_a_model_without_experts() -> None:
-    with mock.patch.object(configuration, "model", lambda: DENSE), served() as log:
+    with mock.patch.object(configuration, "model", return_value=DENSE), served() as log:
         check_untouched(log, "")
 
 
