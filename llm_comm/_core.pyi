@@ -373,7 +373,8 @@ class Core:
     ) -> Callable[..., bool]: ...
     # Experts of few tokens, two launches. The function takes the addresses of x, gate_up_weight, down_weight, topk_ids,
     # topk_weights, the state between the layers, out, the scales of both weights (0: none), and a stream. Choices:
-    # tilings of the two layers. scale_strides: those of both scales, if weights are FP8.
+    # tilings of the two layers. scale_strides: those of both scales, if weights are FP8. first_expert: number of the
+    # first expert in topk_ids. all_experts: that the router chooses from; 0: experts.
     def prepare_experts(
         self,
         *,
@@ -388,6 +389,8 @@ class Core:
         down: LinearChoice = ...,
         scaling_factor: float = 1.0,
         scale_strides: Sequence[Sequence[int]] | None = None,
+        first_expert: int = 0,
+        all_experts: int = 0,
         counter: Counter | None = None,
     ) -> Callable[..., bool]: ...
     # Router of experts, one launch. The function takes the addresses of x, weight, bias (0: none), logits,

@@ -288,7 +288,8 @@ OPTIONS: dict[str, Option] = {
         "ranks might choose different experts, and parts would be rounded differently",
         "Whether engine integrations compute the experts of up to 64 tokens with llm_comm "
         "(docs/experiments/experts.md), and in SGLang their router. ``auto``: batches that each rank has measured "
-        "to be faster, and routers of sizes for which measurements are committed. True: all.",
+        "to be faster, and routers of sizes for which measurements are committed; none if ``tune_at_start`` is 0. "
+        "True: all.",
         of_engines=True,
     ),
     "tune_at_start": Option(

@@ -81,6 +81,7 @@ class PreparedExperts final : public PreparedCall {
     found.args.tokens = problem_.tokens;
     found.args.top_k = problem_.top_k;
     found.args.experts = problem_.experts;
+    found.args.first_expert = problem_.first_expert;
     found.args.layout = experts::layout(problem_, is_gated, choice);
     found.args.block_outputs = choice.block_outputs;
     found.args.unit_rows = experts::unit_rows(is_gated, choice);

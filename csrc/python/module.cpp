@@ -224,23 +224,23 @@ PYBIND11_MODULE(_core, module) {
           [](py::object core, uint32_t tokens, uint32_t top_k, uint32_t experts, uint32_t hidden, uint32_t intermediate,
              uint32_t data_type, const std::string& epilogue, const LinearChoice& gate_up_choice,
              const LinearChoice& down_choice, float scaling_factor,
-             const std::optional<std::array<ExpertScaleStrides, 2>>& scale_strides,
-             const std::optional<Counter>& counter) {
+             const std::optional<std::array<ExpertScaleStrides, 2>>& scale_strides, uint32_t first_expert,
+             uint32_t all_experts, const std::optional<Counter>& counter) {
             const LinearProblem gate_up = linear_problem(tokens, hidden, intermediate, data_type, epilogue, {});
             const OperandType weights = scale_strides ? OperandType::kFloat8 : gate_up.operands;
             const auto [gate_up_strides, down_strides] = scale_strides.value_or(std::array<ExpertScaleStrides, 2>{});
-            CountedCall call{
-                core.cast<Core&>().prepare_experts({tokens, top_k, experts, hidden, intermediate, gate_up.type, weights,
-                                                    gate_up.epilogue, scaling_factor, gate_up_strides, down_strides},
-                                                   gate_up_choice, down_choice),
-                counter};
+            CountedCall call{core.cast<Core&>().prepare_experts(
+                                 {tokens, top_k, experts, hidden, intermediate, gate_up.type, weights, gate_up.epilogue,
+                                  scaling_factor, gate_up_strides, down_strides, first_expert, all_experts},
+                                 gate_up_choice, down_choice),
+                             counter};
             return as_function(std::move(core), std::move(call), llm_comm::experts::kBuffers,
                                llm_comm::experts::kOptionalBuffers);
           },
           py::kw_only(), py::arg("tokens"), py::arg("top_k"), py::arg("experts"), py::arg("hidden"),
           py::arg("intermediate"), py::arg("data_type"), py::arg("epilogue"), py::arg("gate_up") = LinearChoice{},
           py::arg("down") = LinearChoice{}, py::arg("scaling_factor") = 1.0f, py::arg("scale_strides") = py::none(),
-          py::arg("counter") = py::none())
+          py::arg("first_expert") = 0, py::arg("all_experts") = 0, py::arg("counter") = py::none())
       .def(
           "prepare_router",
           [](py::object core, uint32_t tokens, uint32_t experts, uint32_t top_k, uint32_t hidden, uint32_t data_type,

@@ -51,7 +51,10 @@ def report(name: str, ranks: int, options: EngineOptions) -> dict[str, str]:
         "norms": f"not fused: {norm}; summed by llm_comm" if norm else fused,
     }
     if model.experts:
-        lines["experts"] = f"{model.experts}, the engine's; their sum is served"
+        whose = "llm_comm's for up to 64 tokens, where the engine uses Triton and they measure to be faster"
+        if model.why_not_layers:
+            whose = "the engine's"
+        lines["experts"] = f"{model.experts}, {whose}; their sum is served"
     if model.has_latent_attention:
         lines["attention"] = "latent (MLA): its layers are not judged here"
     if options.fuse_linear == "auto":

@@ -3,9 +3,9 @@
 With ``fuse_experts="auto"`` llm_comm computes the batches that it has measured to be faster. Engines run a model with a
 batch size before they capture it. The first such run times the engine's kernels and llm_comm's, each in a graph of
 several calls of that layer. Each call has experts chosen at random, so most of their weights come from device memory.
-The result holds for all batches up to the same power of two: engines capture the largest first, and while they serve,
-few batches are left to measure. Each rank decides for itself: its part of the sum is right by either kernel. Batches
-that were not measured are the engine's.
+The result holds for batches down to half of the tokens. Engines capture the largest first, so while they serve, few
+batches are left to measure, except without graphs. Each rank decides for itself: its part of the sum is right by either
+kernel. Batches that were not measured are the engine's.
 
 FP8 weights have float32 scales, of blocks of 128 x 128 or one for each expert. Kernels of the engines quantize the
 tokens as well. llm_comm does not, so scales that a model gives for tokens are not used.
@@ -54,11 +54,15 @@ class Weights(NamedTuple):
     down_scale: torch.Tensor | None = None
     #: Factor of the sum of a token's experts.
     routed_scaling_factor: float = 1.0
+    #: Number that the router gives the first expert of the weights.
+    first_expert: int = 0
+    #: Experts that the router chooses from. None: those of the weights.
+    num_experts: int | None = None
 
     def kind(self) -> tuple[Any, ...]:
         """Return what the time of a call depends on, apart from the batch."""
         gate_up, down, scale = self.gate_up_weight, self.down_weight, self.down_scale
-        return gate_up.shape, down.shape, gate_up.dtype, None if scale is None else scale.stride()
+        return gate_up.shape, down.shape, gate_up.dtype, None if scale is None else scale.stride(), self.num_experts
 
 
 #: A call of the experts of a layer for a batch. None: declined.
@@ -73,8 +77,8 @@ def are_wanted(config: EngineOptions, device: torch.device) -> bool:
 
 
 def why_not_needed(model: Model | None) -> str | None:
-    """Return the reason why nothing need be hooked, or None. None also if the model is not known."""
-    return NO_EXPERTS if model is not None and model.experts == 0 else None
+    """Return the reason why nothing need be hooked, or None. None also if it is not certain."""
+    return None if model is None or model.mentions_experts else NO_EXPERTS
 
 
 def about_objection(config: EngineOptions, engine: str, why_not: str) -> str:
@@ -133,21 +137,21 @@ class Choice:
         measures: Only batches that were measured to be faster. False: all.
         engine: Name of the engine, for messages.
         log: Takes a line for each measurement.
+        numbers_own: The engine numbers the experts of a rank from 0, and gives -1 for those of other ranks.
     """
 
-    def __init__(self, measures: bool, engine: str, log: logging.Logger) -> None:
-        self._measures, self._engine, self._log = measures, engine, log
+    def __init__(self, measures: bool, engine: str, log: logging.Logger, numbers_own: bool) -> None:
+        self._measures, self._engine, self._log, self._numbers_own = measures, engine, log, numbers_own
         #: By the kind of the weights, the dtype of tokens, and the numbers of experts and of tokens, the latter as the
-        #: exponent of a power of two.
-        self._is_faster: dict[tuple[Any, ...], bool] = {}
+        #: exponent of a power of two: most tokens that were measured, and whether llm_comm was faster.
+        self._measured: dict[tuple[Any, ...], tuple[int, bool]] = {}
 
-    def is_ours(self, weights: Weights, batch: Batch, experts: int, theirs: Compute, ours: Compute) -> bool:
+    def is_ours(self, weights: Weights, batch: Batch, theirs: Compute, ours: Compute) -> bool:
         """Return whether llm_comm computes a batch, after a measurement if one is due and can be made.
 
         Args:
             weights: Weights of the layer.
             batch: The batch, on the current stream.
-            experts: Number of experts that the router chooses from. Those that this rank lacks have the number -1.
             theirs, ours: Calls that compute it.
         """
         x, _, ids = batch
@@ -156,25 +160,25 @@ class Choice:
         if not 1 <= len(x) <= _core.linear_max_tokens:
             return False
         key = (*weights.kind(), x.dtype, ids.shape[1], (len(x) - 1).bit_length())
-        if key not in self._is_faster:
+        tokens, is_faster = self._measured.get(key, (0, False))
+        if len(x) > tokens:
             if x.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
                 return False
-            self._is_faster[key] = self._measure(weights, batch, experts, theirs, ours)
-        return self._is_faster[key]
+            is_faster = ours(batch) is not None and self._measure(weights, batch, theirs, ours)
+            self._measured[key] = len(x), is_faster
+        return is_faster
 
-    def _measure(self, weights: Weights, batch: Batch, experts: int, theirs: Compute, ours: Compute) -> bool:
+    def _measure(self, weights: Weights, batch: Batch, theirs: Compute, ours: Compute) -> bool:
         """Time both kernels with batches of experts chosen at random, and return whether llm_comm is faster."""
-        tokens, device = len(batch.x), batch.x.device
-
-        def ours_or_error(batch: Batch) -> None:
-            if ours(batch) is None:
-                raise RuntimeError("one is declined")
+        tokens, device, own = len(batch.x), batch.x.device, len(weights.down_weight)
+        experts = weights.num_experts or own
 
         try:
             random = torch.Generator(device).manual_seed(1)  # the engine's draws stay as they are
-            batches = [_drawn(batch, experts, len(weights.down_weight), random) for _ in range(_CALLS)]
+            numbered = own if self._numbers_own else experts
+            batches = [_drawn(batch, experts, numbered, random) for _ in range(_CALLS)]
             their_us = time_chain(theirs, batches, _REPS, device)
-            our_us = time_chain(ours_or_error, batches, _REPS, device)
+            our_us = time_chain(ours, batches, _REPS, device)
         except CommunicatorError:
             raise
         except Exception as error:  # no memory, kernels that cannot be captured, and whatever the engine's may raise
@@ -190,10 +194,10 @@ class Choice:
         return our_us * (1 + _MARGIN) < their_us
 
 
-def _drawn(batch: Batch, experts: int, own: int, random: torch.Generator) -> Batch:
-    """Return a copy of the batch whose tokens have chosen among ``experts`` at random. This rank has the first ``own``
-    of these."""
+def _drawn(batch: Batch, experts: int, numbered: int, random: torch.Generator) -> Batch:
+    """Return a copy of the batch whose tokens have chosen among ``experts`` at random. The first ``numbered`` of these
+    have numbers, the others -1."""
     x, weights, ids = batch
     drawn = torch.rand(len(ids), experts, device=ids.device, generator=random).topk(ids.shape[1])
-    chosen = torch.where(drawn.indices < own, drawn.indices, -1)
+    chosen = torch.where(drawn.indices < numbered, drawn.indices, -1)
     return Batch(x.clone(), drawn.values.to(weights.dtype), chosen.to(ids.dtype))

@@ -26,6 +26,8 @@ _EPILOGUES: dict[str, _core.Epilogue] = {"silu": "silu_and_mul", "gelu_tanh": "g
 _WEIGHTS = ("gate_up_weight", "down_weight")
 _SCALES = ("gate_up_scale", "down_scale")
 _LARGEST = torch.finfo(torch.float32).max
+#: As of ``moe_dispatch``.
+_MOST_EXPERTS = 1 << 16
 _CHOICE = {"topk_weights": torch.float32, "topk_ids": torch.int32}
 _OPERANDS = Operands("fused_experts", ("x", *_WEIGHTS, "topk_weights", "topk_ids", *_SCALES), ("out",))
 
@@ -44,15 +46,26 @@ class Experts(FewTokens):
         topk_weights: torch.Tensor,
         topk_ids: torch.Tensor,
         out: Any = None,
+        *,
         activation: str = "silu",
         gate_up_scale: torch.Tensor | None = None,
         down_scale: torch.Tensor | None = None,
         routed_scaling_factor: float = 1.0,
+        first_expert: int = 0,
+        num_experts: int | None = None,
     ) -> torch.Tensor:
         """Run ``Communicator.fused_experts``."""
         scales = gate_up_scale, down_scale
         operands = x, gate_up_weight, down_weight, topk_weights, topk_ids
-        why = self.why_not(*operands, activation, *scales, routed_scaling_factor)
+        why = self.why_not(
+            *operands,
+            activation=activation,
+            gate_up_scale=gate_up_scale,
+            down_scale=down_scale,
+            routed_scaling_factor=routed_scaling_factor,
+            first_expert=first_expert,
+            num_experts=num_experts,
+        )
         self._check(why, dict(zip(_OPERANDS.reads, (*operands, *scales), strict=True)), weights=_WEIGHTS)
         if out is not None:
             why = why_not_out(out, x.shape, x.dtype, self._device) or why_not_buffer(out, self._device)
@@ -62,8 +75,9 @@ class Experts(FewTokens):
         experts, hidden, intermediate = down_weight.shape
         tokens, top_k = topk_ids.shape
         strides = None if gate_up_scale is None else tuple(scale.stride() for scale in scales if scale is not None)
+        numbers = first_expert, num_experts or experts
         run = self._prepare(
-            (x.shape, down_weight.shape, top_k, x.dtype, activation, strides, routed_scaling_factor),
+            (x.shape, down_weight.shape, top_k, x.dtype, activation, strides, routed_scaling_factor, *numbers),
             x.nbytes,
             lambda counter: self._handle.core().prepare_experts(
                 tokens=tokens,
@@ -75,6 +89,8 @@ class Experts(FewTokens):
                 epilogue=_EPILOGUES[activation],
                 scaling_factor=routed_scaling_factor,
                 scale_strides=strides,
+                first_expert=numbers[0],
+                all_experts=numbers[1],
                 counter=counter,
             ),
         )
@@ -92,10 +108,13 @@ class Experts(FewTokens):
         down_weight: torch.Tensor,
         topk_weights: torch.Tensor,
         topk_ids: torch.Tensor,
+        *,
         activation: str = "silu",
         gate_up_scale: torch.Tensor | None = None,
         down_scale: torch.Tensor | None = None,
         routed_scaling_factor: Any = 1.0,
+        first_expert: Any = 0,
+        num_experts: Any = None,
     ) -> str:
         """Return why the operands are not supported, or "". The answer ignores addresses."""
         given = {"x": x, "gate_up_weight": gate_up_weight, "down_weight": down_weight}
@@ -109,6 +128,7 @@ class Experts(FewTokens):
         if not why and not (type(routed_scaling_factor) is float and abs(routed_scaling_factor) <= _LARGEST):
             why = f"routed_scaling_factor is {quoted(routed_scaling_factor)}; it must be a finite float of 32 bits"
         why = why or self._why_not_shapes({name: tuple(tensor.shape) for name, tensor in given.items()}, is_fp8)
+        why = why or _why_not_numbers(first_expert, num_experts, len(down_weight))
         return why or (self._why_not_scales(scales, down_weight.shape) if is_fp8 else "")
 
     def _why_not_scales(self, scales: dict[str, torch.Tensor | None], down: torch.Size) -> str:
@@ -145,6 +165,17 @@ class Experts(FewTokens):
         return why_not_sizes(tokens, experts, chosen[1], columns, fp8)
 
 
+def _why_not_numbers(first: Any, count: Any, own: int) -> str:
+    """Return why ``first_expert`` and ``num_experts`` do not fit ``own`` experts, or ""."""
+    if count is not None and not (type(count) is int and own <= count <= _MOST_EXPERTS):
+        most = f"{own}, as weights have, to {_MOST_EXPERTS}"
+        return f"num_experts is {quoted(count)}; it must be a whole number of {most}"
+    last = (own if count is None else count) - own
+    if not (type(first) is int and 0 <= first <= last):
+        return f"first_expert is {quoted(first)}; with {own} experts in weights it must be a whole number up to {last}"
+    return ""
+
+
 class ExpertLayers:
     """Mixin of ``Communicator``: experts of few tokens."""
 
@@ -163,6 +194,8 @@ class ExpertLayers:
         gate_up_scale: torch.Tensor | None = None,
         down_scale: torch.Tensor | None = None,
         routed_scaling_factor: float = 1.0,
+        first_expert: int = 0,
+        num_experts: int | None = None,
     ) -> torch.Tensor:
         """Compute the experts of up to 64 tokens on this rank alone, by two kernels.
 
@@ -194,6 +227,9 @@ class ExpertLayers:
                 weights are its values times its scale. One scale for a matrix can be expanded to this shape.
             down_scale: With FP8, [experts, hidden / 128, intermediate / 128], float32, any strides.
             routed_scaling_factor: Factor of all ``topk_weights``, as configurations of models have it.
+            first_expert: With expert parallelism: what ``topk_ids`` call the first expert of the weights.
+            num_experts: With expert parallelism: number of experts that the router has chosen from, up to 65536; it
+                decides about the tiling. None: those of the weights.
 
         Returns:
             ``out``, or a new tensor, [tokens, hidden].
@@ -211,10 +247,12 @@ class ExpertLayers:
             topk_weights,
             topk_ids,
             out,
-            activation,
-            gate_up_scale,
-            down_scale,
-            routed_scaling_factor,
+            activation=activation,
+            gate_up_scale=gate_up_scale,
+            down_scale=down_scale,
+            routed_scaling_factor=routed_scaling_factor,
+            first_expert=first_expert,
+            num_experts=num_experts,
         )
 
     def try_fused_experts(
@@ -224,23 +262,14 @@ class ExpertLayers:
         down_weight: torch.Tensor,
         topk_weights: torch.Tensor,
         topk_ids: torch.Tensor,
-        *,
-        activation: str = "silu",
-        gate_up_scale: torch.Tensor | None = None,
-        down_scale: torch.Tensor | None = None,
-        routed_scaling_factor: float = 1.0,
+        **options: Any,
     ) -> torch.Tensor | None:
-        """Run ``fused_experts`` into a new tensor. Return None where it would raise UnsupportedInputError."""
-        operands = (x, gate_up_weight, down_weight, topk_weights, topk_ids)
-        keywords: dict[str, Any] = {
-            "activation": activation,
-            "gate_up_scale": gate_up_scale,
-            "down_scale": down_scale,
-            "routed_scaling_factor": routed_scaling_factor,
-        }
+        """Run ``fused_experts`` into a new tensor, with its ``options``. Return None where it would raise
+        UnsupportedInputError."""
+        operands = x, gate_up_weight, down_weight, topk_weights, topk_ids
         return attempt(
-            partial(self.accepts_fused_experts, *operands, **keywords),
-            partial(self.fused_experts, *operands, **keywords),
+            partial(self.accepts_fused_experts, *operands, **options),
+            partial(self.fused_experts, *operands, **options),
         )
 
     def accepts_fused_experts(
@@ -250,21 +279,7 @@ class ExpertLayers:
         down_weight: torch.Tensor,
         topk_weights: torch.Tensor,
         topk_ids: torch.Tensor,
-        *,
-        activation: str = "silu",
-        gate_up_scale: torch.Tensor | None = None,
-        down_scale: torch.Tensor | None = None,
-        routed_scaling_factor: float = 1.0,
+        **options: Any,
     ) -> bool:
-        """Return whether ``fused_experts`` supports the operands. The answer ignores addresses."""
-        return self._experts.accepts(
-            x,
-            gate_up_weight,
-            down_weight,
-            topk_weights,
-            topk_ids,
-            activation,
-            gate_up_scale,
-            down_scale,
-            routed_scaling_factor,
-        )
+        """Return whether ``fused_experts`` supports the operands and ``options``. The answer ignores addresses."""
+        return self._experts.accepts(x, gate_up_weight, down_weight, topk_weights, topk_ids, **options)

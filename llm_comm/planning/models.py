@@ -17,7 +17,7 @@ _MOST_HIDDEN = 16384
 #: Supported ``weight_block_size`` of FP8 with block scales: kScaleBlock in csrc/algorithms/linear/problem.h.
 _SERVED_BLOCKS = [128, 128]
 #: Entries that hold the number of experts; models without experts have none of them.
-_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
+_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 _GEMMA_3 = ("gemma3", "gemma3_text")
 #: Defaults of transformers' Gemma3TextConfig. A config.json may omit entries that equal them, as google/gemma-3-4b-it
 #: does.
@@ -58,6 +58,8 @@ class Model(NamedTuple):
     #: FP8 weights have block scales of 128 x 128.
     has_block_scales: bool
     experts: int
+    #: config.json has an entry about experts, maybe one of which their number is not read.
+    mentions_experts: bool
     has_latent_attention: bool
 
     @property
@@ -145,7 +147,7 @@ def of_config(whole: Mapping[str, Any], name: str = "", quantization: str | None
         return value
 
     heads, hidden = number("num_attention_heads"), number("hidden_size")
-    experts = next((number(entry) for entry in _EXPERTS if config.get(entry)), 0)
+    experts = next((number(entry) for entry in _EXPERTS if type(config.get(entry)) is int and config[entry]), 0)
     activation = str(config.get("hidden_act") or config.get("hidden_activation") or "silu")
     of_checkpoint = config.get("quantization_config")
     of_engine = {} if quantization is None else {"quant_method": quantization}
@@ -168,6 +170,7 @@ def of_config(whole: Mapping[str, Any], name: str = "", quantization: str | None
         is_fp8=is_fp8,
         has_block_scales=has_block_scales,
         experts=experts,
+        mentions_experts=any("expert" in entry for entry in config),
         has_latent_attention=bool(config.get("kv_lora_rank")),
     )
 

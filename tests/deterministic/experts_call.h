@@ -90,10 +90,17 @@ class ExpertsCall final : public Call {
                              D,
                              weights,
                              LinearEpilogue::kSiluAndMul};
+    if (tokens < 9 && random.chance(24)) {  // several tiles of each warp of gate and up
+      problem.experts = 3;
+      problem.hidden = multiple * random.between(9, 26);
+      problem.intermediate = multiple;
+    }
     const uint64_t hidden = problem.hidden / kScaleBlock, intermediate = problem.intermediate / kScaleBlock;
     problem.scaling_factor = random.pick({1.0f, 2.5f});
     problem.gate_up_scale_strides = {2 * intermediate * hidden, hidden, 1};
     problem.down_scale_strides = {hidden * intermediate, intermediate, 1};
+    problem.first_expert = random.pick({0u, 4u});
+    problem.all_experts = random.pick({0u, 2 * problem.experts});
     return problem;
   }
 
@@ -125,10 +132,12 @@ class ExpertsCall final : public Call {
     for (uint32_t i = 0; i < count; ++i) {
       // Different ones of a token.
       const uint32_t expert = (random.below(problem_.experts / problem_.top_k) * problem_.top_k + i % problem_.top_k);
-      put(choice_source_, i, random.chance(32) ? ~0u : expert);
+      put(choice_source_, i, random.chance(32) ? ~0u : problem_.first_expert + expert);
       put(choice_source_, half * sizeof(Line) / sizeof(float) + i, 0.001f * static_cast<float>(random.between(1, 999)));
     }
   }
+
+  uint32_t expert_of(uint32_t place) const { return at<uint32_t>(choice_source_, place) - problem_.first_expert; }
 
   void expect() {
     const uint32_t hidden = problem_.hidden, intermediate = problem_.intermediate;
@@ -136,7 +145,7 @@ class ExpertsCall final : public Call {
     for (uint32_t token = 0; token < problem_.tokens; ++token) {
       std::vector<std::vector<uint16_t>> states(problem_.top_k);
       for (uint32_t k = 0; k < problem_.top_k; ++k) {
-        const auto expert = at<uint32_t>(choice_source_, token * problem_.top_k + k);
+        const uint32_t expert = expert_of(token * problem_.top_k + k);
         for (uint32_t output = 0; expert < problem_.experts && output < intermediate; ++output) {
           const auto row = [&](uint32_t part) {
             return E::round(sum_of_products(gate_up_weight_, gate_up_scales_,
@@ -151,7 +160,7 @@ class ExpertsCall final : public Call {
         for (uint32_t k = 0; k < problem_.top_k; ++k) {
           if (states[k].empty()) continue;
           const uint32_t place = token * problem_.top_k + k;
-          const auto expert = at<uint32_t>(choice_source_, place);
+          const uint32_t expert = expert_of(place);
           const float product = sum_of_products(down_weight_, down_scales_, expert * hidden + output, intermediate, 1,
                                                 [&](uint32_t i) { return states[k][i]; });
           sum = multiply_add(problem_.scaling_factor * at<float>(choice_source_, factors + place), product, sum);

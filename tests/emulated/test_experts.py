@@ -63,7 +63,7 @@ def run(
     ids: torch.Tensor,
     weights: torch.Tensor,
     epilogue: str = "silu_and_mul",
-    **choices: _core.LinearChoice,
+    **others: Any,
 ) -> torch.Tensor:
     (core,) = connected(1)
     experts, hidden, intermediate = layer.down.shape
@@ -77,7 +77,7 @@ def run(
         data_type=list(registry.data_types()).index(NUMBERS[x.dtype]),
         epilogue=epilogue,
         scale_strides=[scale.stride() for scale in layer.scales] or None,
-        **choices,
+        **others,
     )
     state = torch.full((tokens * top_k, intermediate), torch.nan, dtype=x.dtype)
     out = torch.full_like(x, torch.nan)
@@ -112,6 +112,8 @@ def reference(x: torch.Tensor, layer: Layer, ids: torch.Tensor, weights: torch.T
         (17, 2, 5, 128, 320),
         (40, 3, 9, 640, 64),
         (64, 16, 33, 64, 128),
+        (5, 2, 3, 1280, 64),  # warps with two and with three tiles of a unit
+        (3, 2, 4, 2624, 64),  # with five and with six
     ],
 )
 @pytest.mark.parametrize("dtype", [BF16, FP16])
@@ -125,7 +127,7 @@ def test_experts(tokens: int, top_k: int, experts: int, hidden: int, intermediat
 
 @pytest.mark.parametrize(
     ("tokens", "top_k", "experts", "hidden", "intermediate"),
-    [(1, 1, 1, 128, 128), (3, 8, 9, 1280, 384), (12, 2, 5, 256, 640), (40, 3, 4, 384, 128)],
+    [(1, 1, 1, 128, 128), (3, 8, 9, 1280, 384), (12, 2, 5, 256, 640), (40, 3, 4, 384, 128), (5, 2, 3, 2304, 128)],
 )
 @pytest.mark.parametrize("dtype", [BF16, FP16])
 def test_fp8_weights(tokens: int, top_k: int, experts: int, hidden: int, intermediate: int, dtype: torch.dtype) -> None:
@@ -216,13 +218,23 @@ def test_a_token_is_the_same_beside_any_others(value: float, top_k: int) -> None
 
 def test_blocks_of_more_warps_have_the_same_bits() -> None:
     torch.manual_seed(16)
-    # 34 MB of a down-projection are read by 16 warps of each block, 25 MB by 8.
-    layer = fp8_layer_of(4, 4096, 2048)
-    x, (ids, weights) = torch.randn(5, 4096).to(BF16), choice_of(5, 3, 4)
+    # 32.5 MB of a down-projection are read by 16 warps of each block, 17 MB by 8. Warps have several of 32 units.
+    layer = fp8_layer_of(8, 2048, 2048)
+    x, (ids, weights) = torch.randn(5, 2048).to(BF16), choice_of(5, 4, 8)
     out = run(x, layer, ids, weights)
     torch.testing.assert_close(out.double(), reference(x, layer, ids, weights), rtol=2**-6, atol=2**-6)
     one = slice(3, 4)
     assert torch.equal(run(x[one], layer, ids[one], weights[one]), out[one])
+
+
+@pytest.mark.parametrize("count", [0, 5, 500])
+def test_numbers_of_experts_that_other_ranks_have(count: int) -> None:
+    torch.manual_seed(7)
+    layer = layer_of(5, 128, 128)
+    x, (ids, weights) = torch.randn(24, 128).to(BF16), choice_of(24, 3, 5)
+    ids[::3, 1], ids[::4, 2] = -4, 5
+    out = run(x, layer, ids, weights)
+    assert torch.equal(run(x, layer, ids + 100, weights, first_expert=100, all_experts=count), out)
 
 
 def test_a_factor_of_nan_stays_with_its_token() -> None:
@@ -386,6 +398,9 @@ def call_the_method() -> dict[str, int]:
         assert comm.accepts_fused_experts(**given)
         assert torch.equal(comm.fused_experts(**given), expected)
         assert torch.equal(comm.fused_experts(**{**given, "x": unaligned(x)}), expected)
+        others = {**given, "topk_ids": ids + 3}
+        assert torch.equal(comm.fused_experts(**others, first_expert=3, num_experts=8), expected)
+        assert torch.equal(comm.try_fused_experts(**others, first_expert=3, num_experts=7), expected)
         for out in (torch.empty_like(x), unaligned(x)):
             version = out._version
             assert comm.fused_experts(**given, out=out) is out
@@ -415,7 +430,7 @@ def call_the_method() -> dict[str, int]:
 
 def test_the_method(ranks: RankPool) -> None:
     for calls in ranks.run(2, call_the_method):
-        assert calls == {"fused_experts": 10}
+        assert calls == {"fused_experts": 12}
 
 
 WRONG: list[tuple[dict[str, Any], str]] = [
@@ -429,6 +444,10 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({"topk_weights": torch.zeros(3, 2, dtype=BF16)}, "topk_weights is torch.bfloat16; it must be torch.float32"),
     ({"topk_weights": torch.zeros(3, 3)}, "topk_weights has shape (3, 3)"),
     ({"activation": "relu"}, "activation is 'relu'; it must be one of silu, gelu_tanh"),
+    ({"num_experts": 3}, "num_experts is 3; it must be a whole number of 4, as weights have, to 65536"),
+    ({"num_experts": 65537}, "num_experts is 65537; it must be a whole number of 4, as weights have, to 65536"),
+    ({"first_expert": 1}, "first_expert is 1; with 4 experts in weights it must be a whole number up to 0"),
+    ({"num_experts": 6, "first_expert": -1}, "first_expert is -1; with 4 experts in weights it must be a whole"),
     ({"routed_scaling_factor": 2}, "routed_scaling_factor is 2; it must be a finite float of 32 bits"),
     ({"routed_scaling_factor": 1e39}, "routed_scaling_factor is 1e+39; it must be a finite float of 32 bits"),
     ({"routed_scaling_factor": float("nan")}, "routed_scaling_factor is nan; it must be a finite float of 32 bits"),

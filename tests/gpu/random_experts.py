@@ -38,6 +38,7 @@ class Case(NamedTuple):
     #: Of FP8 weights: ``gate_up_scale`` and ``down_scale``.
     scales: dict[str, torch.Tensor]
     factor: float
+    all_experts: int  # of which other ranks have some
     replays: int  # 0: eager
 
     def in_full(self, expert: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -85,6 +86,7 @@ def draw(seed: int, device: torch.device, limit: int) -> Case:
         weight(hidden, intermediate, "down_scale"),
         scales,
         chance.choice((1.0, 2.5)),
+        experts * chance.choice((1, 1, 2, 16)),
         chance.choice((0, 0, 1, 3)),
     )
 
@@ -170,7 +172,7 @@ def problems_of_router(
 def problems(comm: Communicator, case: Case, seed: int, pool: GraphPool) -> list[str]:
     generator = torch.Generator(comm.device).manual_seed(seed)
     weights: dict[str, Any] = {"gate_up_weight": case.gate_up, "down_weight": case.down, **case.scales}
-    weights |= {"activation": case.activation, "routed_scaling_factor": case.factor}
+    weights |= {"activation": case.activation, "routed_scaling_factor": case.factor, "num_experts": case.all_experts}
     chosen = choose(case, generator)
 
     def call() -> torch.Tensor:

@@ -102,7 +102,16 @@ def test_a_model_that_no_table_has(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         ({"hidden_size": 32768}, "norms", "not fused: rows of 32768 are longer than 16384"),
         ({"intermediate_size": 14400}, "gate_up_proj", "the engine's: 7200 outputs are no multiple of 64"),
         ({"intermediate_size": 14400}, "down_proj", "the engine's: 7200 inputs are no multiple of 64"),
-        ({"num_experts": 128}, "experts", "128, the engine's; their sum is served"),
+        (
+            {"num_experts": 128},
+            "experts",
+            "128, llm_comm's for up to 64 tokens, where the engine uses Triton and they measure to be faster; their sum",
+        ),
+        (
+            {"num_experts": 128, "quantization_config": {"quant_method": "awq"}},
+            "experts",
+            "128, the engine's; their sum is served",
+        ),
         (
             {"num_experts": 128, "quantization_config": {"quant_method": "awq"}},
             "router",
@@ -199,6 +208,23 @@ def test_compressed_tensors(tmp_path: Path, weights: dict[str, Any], x: dict[str
 def test_ranks_that_share_heads(tmp_path: Path) -> None:
     found = verdicts(tmp_path, 8, num_key_value_heads=2)
     assert found["qkv_proj"].startswith(f"{(4 + 2) * 128} x 4096")
+
+
+@pytest.mark.parametrize(
+    ("entries", "experts", "mentions"),
+    [
+        ({}, 0, False),
+        ({"num_experts": 128}, 128, True),
+        ({"moe_num_experts": 64}, 64, True),  # ERNIE
+        ({"moe_num_experts": [64, 32]}, 0, True),
+        ({"expert_count": 64}, 0, True),
+        ({"text_config": {"num_experts": 8}}, 8, True),
+    ],
+)
+def test_experts_of_a_model(entries: dict[str, Any], experts: int, mentions: bool) -> None:
+    sizes = {"hidden_size": 64, "num_attention_heads": 1, "intermediate_size": 64, "num_hidden_layers": 1}
+    found = models.of_config({**sizes, **entries})
+    assert (found.experts, found.mentions_experts) == (experts, mentions)
 
 
 def test_what_is_no_model(tmp_path: Path) -> None:

@@ -33,10 +33,14 @@ uint32_t share_of_shared(bool is_gated, uint32_t max_shared_bytes) {
   return is_gated ? max_shared_bytes / 2 : max_shared_bytes / 2 - 1024;
 }
 
-// Number of experts that the tokens have on average if all experts are equally likely.
+// Share of the tokens that an expert has on average if all experts are equally likely.
+double mean_share(const Problem& problem) {
+  return std::min(1.0, static_cast<double>(problem.top_k) / std::max(problem.experts, problem.all_experts));
+}
+
+// Number of experts that the tokens have on average.
 double mean_active(const Problem& problem) {
-  const double share = std::min(1.0, static_cast<double>(problem.top_k) / problem.experts);
-  return problem.experts * (1.0 - std::pow(1.0 - share, problem.tokens));
+  return problem.experts * (1.0 - std::pow(1.0 - mean_share(problem), problem.tokens));
 }
 
 }  // namespace
@@ -66,7 +70,7 @@ void check(const Problem& problem) {
 
 // The mean number of tokens of an expert decides, so that few experts have a second group.
 uint32_t group_rows(const Problem& problem) {
-  const double mean = problem.tokens * std::min(problem.top_k, problem.experts) / mean_active(problem);
+  const double mean = problem.tokens * problem.experts * mean_share(problem) / mean_active(problem);
   if (problem.tokens <= 8 || mean <= 6) return 8;
   return problem.tokens <= 16 || mean <= 12 ? 16 : 32;
 }
@@ -128,7 +132,7 @@ Choice choose(const Problem& problem, bool is_gated, Choice choice, uint32_t sm_
     while (choice.block_outputs > linear::kLineElements &&
            bytes(choice.stages == 0 ? 2 : choice.stages, choice.stage_boxes == 0 ? together : choice.stage_boxes) >
                max_shared_bytes) {
-      choice.block_outputs -= linear::kLineElements;
+      choice.block_outputs -= choice.block_outputs > kUnitRows ? kUnitRows : linear::kLineElements;
     }
   }
   const uint32_t share = share_of_shared(is_gated, max_shared_bytes);

@@ -19,7 +19,7 @@ struct ExpertsArgs {
   ScaleView scales;   // of the weight, if it is FP8
   const void* x;      // of gate and up: the tokens. Of the down-projection: the state between the layers
   void* out;
-  const uint32_t* ids;      // [tokens, top_k]; other numbers than those of experts add nothing
+  const uint32_t* ids;      // [tokens, top_k], from first_expert on; other numbers than those of experts add nothing
   const uint32_t* factors;  // [tokens, top_k], bits of floats
   float scaling_factor;
   LinearEpilogue epilogue;
@@ -27,6 +27,7 @@ struct ExpertsArgs {
   uint32_t tokens;
   uint32_t top_k;
   uint32_t experts;
+  uint32_t first_expert;
   uint32_t block_outputs;
   uint32_t unit_rows;    // rows of a weight tile: of gate and up together, or of the down-projection
   uint32_t stages;       // of the block, or of a warp of the down-projection

@@ -80,7 +80,7 @@ LLM_COMM_DEVICE uint32_t find_groups(const ExpertsArgs& args, const ExpertsMemor
   const uint32_t places = args.tokens * args.top_k;
   const uint32_t* const tokens = memory.tokens();
   for (uint32_t i = thread_index(); i < places; i += block_threads()) {
-    const uint32_t id = load_relaxed(args.ids + i);
+    const uint32_t id = load_relaxed(args.ids + i) - args.first_expert;  // wraps around for smaller numbers
     const bool is_expert = id < args.experts;
     memory.ids()[i] = static_cast<uint16_t>(is_expert ? id : experts::kMaxExperts);
     const uint32_t token = i / args.top_k;

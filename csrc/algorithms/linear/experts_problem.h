@@ -31,6 +31,8 @@ struct Problem {
   // FP8 only.
   ScaleStrides gate_up_scale_strides{};
   ScaleStrides down_scale_strides{};
+  uint32_t first_expert = 0;  // what topk_ids call the first one
+  uint32_t all_experts = 0;   // that the router chooses from, those of other ranks among them; 0: no others
 };
 
 // Tiling of one of the two layers.

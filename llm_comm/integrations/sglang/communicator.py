@@ -353,10 +353,12 @@ def _set_up_router(group: Any, communicator: Communicator) -> str:
         of_this_rank = "--enable-symm-mem is set"
     elif communicator.device.type == "cuda" and torch.cuda.get_device_capability(communicator.device) < (9, 0):
         of_this_rank = "the GPU has no clusters"  # one block would read the whole weight
+    is_auto = options_of(communicator).fuse_experts == "auto"
+    if is_auto and communicator.device.type == "cuda" and torch.cuda.get_device_capability(communicator.device)[0] != 9:
+        of_this_rank = "it was measured on Hopper alone"
     why_not = joining.objection_of_any(group.cpu_group, of_this_rank, seams.ROUTER)
     if why_not is not None:
         return f"; their router is SGLang's: {why_not}"
-    is_auto = options_of(communicator).fuse_experts == "auto"
     routers.activate(group, only_measured=is_auto)
     return f"; their router by llm_comm{', where it is faster' if is_auto else ''}"
 

@@ -74,7 +74,7 @@ def activate(group: Any, measures: bool, fp8: bool) -> None:
         measures: Measure which are faster.
         fp8: Also those of FP8.
     """
-    _State.group, _State.choice = group, Choice(measures, "SGLang", logger)
+    _State.group, _State.choice = group, Choice(measures, "SGLang", logger, numbers_own=True)
     _State.serves_fp8 = fp8
 
 
@@ -97,8 +97,12 @@ def _apply(
     weights = weights_of(method, layer)
     if weights is None:
         return theirs(method, layer, dispatch_output)
-    factor = method.moe_runner_config.routed_scaling_factor
-    weights = weights._replace(routed_scaling_factor=1.0 if factor is None else float(factor))
+    config = method.moe_runner_config
+    factor = config.routed_scaling_factor
+    weights = weights._replace(
+        routed_scaling_factor=1.0 if factor is None else float(factor),
+        num_experts=max(config.num_experts or 0, len(weights.down_weight)),
+    )
     chosen = dispatch_output.topk_output
     batch = Batch(dispatch_output.hidden_states, chosen.topk_weights, chosen.topk_ids)
 
@@ -109,8 +113,7 @@ def _apply(
     def by_ours(batch: Batch) -> torch.Tensor | None:
         return computed(compute, weights, batch)
 
-    experts = method.moe_runner_config.num_experts
-    y = by_ours(batch) if _State.choice.is_ours(weights, batch, experts, by_theirs, by_ours) else None
+    y = by_ours(batch) if _State.choice.is_ours(weights, batch, by_theirs, by_ours) else None
     return theirs(method, layer, dispatch_output) if y is None else StandardCombineInput(hidden_states=y)
 
 

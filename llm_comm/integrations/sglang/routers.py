@@ -37,9 +37,10 @@ _PLAIN = {
     "num_token_non_padded": None,
 }
 _IGNORED = ("routed_scaling_factor",)
-#: Sizes that were faster than SGLang's linear layer and ``fused_topk`` on one H200 (tests/gpu/experts_layer.py; docs/
-#: results/2026-11-30_h200_experts_layers_2.json): up to so many experts, columns of x, and elements of x.
-_MEASURED_EXPERTS, _MEASURED_COLUMNS, _MEASURED_ELEMENTS = 128, 4096, 2**17
+#: Sizes that were faster than SGLang's linear layer and ``fused_topk`` on one H200: most experts, and by most columns
+#: of x its most elements (docs/results/2026-11-30_h200_experts_layers_2.json).
+_MEASURED_EXPERTS = 128
+_MEASURED_ELEMENTS = {2048: 2**17, 4096: 2**16}
 _DTYPES = (torch.bfloat16, torch.float16)
 
 
@@ -147,16 +148,17 @@ def _is_served(layer: Any, x: torch.Tensor) -> bool:
     return (
         x.dim() == 2
         and 1 <= len(x) <= _core.linear_max_tokens
-        and (not _State.only_measured or _was_faster(x, layer.weight))
         and type(layer.quant_method) is _State.method
         and type(layer.weight) is torch.nn.Parameter
         and (layer.bias is None or (type(layer.bias) is torch.nn.Parameter and not layer.skip_bias_add))
+        and (not _State.only_measured or was_faster(len(layer.weight), *x.shape))
     )
 
 
-def _was_faster(x: torch.Tensor, weight: torch.Tensor) -> bool:
-    experts, columns = weight.shape
-    return experts <= _MEASURED_EXPERTS and columns <= _MEASURED_COLUMNS and x.numel() <= _MEASURED_ELEMENTS
+def was_faster(experts: int, tokens: int, columns: int) -> bool:
+    """Return whether a router is of a size that was measured to be faster."""
+    elements = next((most for most_columns, most in _MEASURED_ELEMENTS.items() if columns <= most_columns), 0)
+    return experts <= _MEASURED_EXPERTS and tokens * columns <= elements
 
 
 def _route(x: torch.Tensor, layer: Any, top_k: int, renormalize: bool) -> Any:

@@ -6,9 +6,10 @@ rank's part of the sum, which vLLM all-reduces later, so the replacements involv
 of an operator that torch.compile does not look into.
 
 llm_comm serves layers that vLLM computes by its Triton kernels, whose weights are in the order of the model. Layers
-with a bias, LoRA, another activation than silu or limits of it are vLLM's. All layers with data or expert parallelism
-are vLLM's, since other ranks' tokens are exchanged around the call. Shared experts are another layer, which vLLM
-computes around the call.
+with a bias, LoRA, another activation than silu or limits of it are vLLM's. All layers with data parallelism are vLLM's,
+since other ranks' tokens are exchanged around the call. With expert parallelism alone each rank has all tokens and some
+of the experts, and a map from the router's numbers to its own. llm_comm serves maps whose experts follow one another.
+Shared experts are another layer, which vLLM computes around the call.
 
 FP8 experts have float32 scales: of blocks of 128 x 128, or one for each expert's gate and up and one for its down
 projection. For the latter, vLLM requantizes gate and up of an expert to one scale when it loads the model. On Hopper
@@ -29,16 +30,17 @@ from vllm.model_executor.layers.fused_moe.experts.triton_moe import TritonExpert
 from vllm.model_executor.layers.fused_moe.oracle.unquantized import UnquantizedMoeBackend
 from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import UnquantizedFusedMoEMethod
 
+from llm_comm import _core
 from llm_comm.integrations.experts import Batch, Choice, Weights, computed, scaled, unquantized
 
 logger = logging.getLogger("vllm.llm_comm")
 
 #: Settings of a layer that change what is computed. Each must be absent, None or False.
-_UNSET = ("expert_map", "apply_router_weight_on_input", "swiglu_alpha", "swiglu_beta", "swiglu_limit")
+_UNSET = ("apply_router_weight_on_input", "swiglu_alpha", "swiglu_beta", "swiglu_limit")
 #: The same of its ``FusedMoEConfig``.
 _UNSET_IN_CONFIG = ("has_bias", "is_lora_enabled", "swiglu_limit", "_defer_moe_finalize")
 #: Sizes of its ``FusedMoEParallelConfig`` that must be 1.
-_NOT_PARALLEL = ("dp_size", "ep_size", "pcp_size", "sp_size")
+_NOT_PARALLEL = ("dp_size", "pcp_size", "sp_size")
 
 
 class _State:
@@ -63,7 +65,7 @@ def activate(communicator: Any, measures: bool, fp8: bool) -> None:
         measures: Measure which are faster.
         fp8: Also those of FP8.
     """
-    _State.communicator, _State.choice = communicator, Choice(measures, "vLLM", logger)
+    _State.communicator, _State.choice = communicator, Choice(measures, "vLLM", logger, numbers_own=False)
     _State.serves_fp8 = fp8
 
 
@@ -92,9 +94,10 @@ def _apply(
     weights = weights_of(method, layer) if compute is not None and not torch.compiler.is_compiling() else None
     # A kernel that exchanges tokens may compute the shared experts meanwhile. Else vLLM does so around this call.
     has_shared = shared_experts is not None and method.mk_can_overlap_shared_experts
-    if weights is None or has_shared or not _is_served(method, layer):
+    numbers = None if weights is None or has_shared or not _is_served(method, layer) else _numbers(layer, len(x))
+    if weights is None or numbers is None:
         return theirs(method, layer, x, topk_weights, topk_ids, shared_experts, shared_experts_input)
-    batch = Batch(x, topk_weights, topk_ids)
+    batch, weights = Batch(x, topk_weights, topk_ids), weights._replace(**numbers)
 
     def by_theirs(batch: Batch) -> Any:
         return theirs(method, layer, *batch, None, None)
@@ -102,8 +105,7 @@ def _apply(
     def by_ours(batch: Batch) -> torch.Tensor | None:
         return computed(compute, weights, batch)
 
-    experts = len(weights.down_weight)
-    y = by_ours(batch) if _State.choice.is_ours(weights, batch, experts, by_theirs, by_ours) else None
+    y = by_ours(batch) if _State.choice.is_ours(weights, batch, by_theirs, by_ours) else None
     return theirs(method, layer, *batch, shared_experts, shared_experts_input) if y is None else y
 
 
@@ -126,6 +128,30 @@ def _fp8(method: Any, layer: Any) -> Weights | None:
     # In 0.32 and later: smaller blocks, if tensor parallelism would divide those of the model.
     block = getattr(method, "moe_block_shape", method.weight_block_size)
     return scaled(layer, block if method.block_quant else None)
+
+
+def _numbers(layer: Any, tokens: int) -> dict[str, Any] | None:
+    """Return the numbers of this rank's experts, as ``Weights`` has them; None if they do not follow one another.
+
+    With expert parallelism they are read once for a map, not while a graph is captured.
+    """
+    numbers = layer.expert_map
+    if numbers is None:
+        return {}
+    known: Any = getattr(layer, "llm_comm_numbers", (None, None))
+    if known[0] is not numbers:
+        is_capturing = numbers.is_cuda and torch.cuda.is_current_stream_capturing()
+        if is_capturing or tokens > _core.linear_max_tokens:  # the engine's, whatever the numbers
+            return None
+        known = layer.llm_comm_numbers = numbers, _in_a_row(numbers.tolist())
+    first = known[1]
+    return None if first is None else {"first_expert": first, "num_experts": len(numbers)}
+
+
+def _in_a_row(numbers: list[int]) -> int | None:
+    """Return the first index of 0, 1, 2 and so on in ``numbers``; None if anything but -1 stands around them."""
+    first, count = next((i for i, number in enumerate(numbers) if number >= 0), 0), sum(n >= 0 for n in numbers)
+    return first if count > 0 and numbers[first : first + count] == list(range(count)) else None
 
 
 def _is_served(method: Any, layer: Any) -> bool:

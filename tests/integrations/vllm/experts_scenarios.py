@@ -107,7 +107,7 @@ def what_llm_comm_does_not_compute_is_left_to_vllm() -> None:
             *((layer, name, 7.0) for name in ("swiglu_alpha", "swiglu_beta", "swiglu_limit")),
             *((method.moe, name, True) for name in ("has_bias", "is_lora_enabled", "_defer_moe_finalize")),
             (method.moe, "swiglu_limit", 7.0),
-            *((method.moe.moe_parallel_config, name, 2) for name in ("dp_size", "ep_size", "pcp_size", "sp_size")),
+            *((method.moe.moe_parallel_config, name, 2) for name in ("dp_size", "pcp_size", "sp_size")),
         ]
         for place, name, value in changes:
             with mock.patch.object(place, name, value, create=True):
@@ -132,6 +132,43 @@ def what_llm_comm_does_not_compute_is_left_to_vllm() -> None:
         assert tokens.pop() == 4
         check(method, layer, 4)
         assert not tokens
+
+
+@scenario(LLM_COMM_FUSE_EXPERTS="1")
+def with_expert_parallelism_a_rank_computes_its_own_experts() -> None:
+    """vLLM's numbers are those of all experts, with a map to those of the rank."""
+    with served():
+        method, layer = experts()
+        method.moe.moe_parallel_config.ep_size = 2
+        first = EXPERTS * dist_rank()
+        layer.expert_map = torch.full((2 * EXPERTS,), -1, dtype=torch.int32)
+        layer.expert_map[first : first + EXPERTS] = torch.arange(EXPERTS, dtype=torch.int32)
+        x, factors, ids = batch_of(9)
+        ids[::2] += EXPERTS
+        want = expected(x, factors, ids - first, *weights_in(layer))
+        for _ in range(2):
+            got = method.apply(layer, x, factors, ids, None, None)
+            torch.testing.assert_close(got.double(), want, rtol=0.02, atol=0.02)
+        assert not method.moe_kernel.tokens
+        layer.expert_map = layer.expert_map.flip(0)  # another placement: not in the order of the weights
+        method.apply(layer, x, factors, ids, None, None)
+        assert method.moe_kernel.tokens == [9]
+        layer.expert_map = torch.full((2 * EXPERTS,), -1, dtype=torch.int32)
+        method.apply(layer, x, factors, ids, None, None)
+        assert method.moe_kernel.tokens == [9, 9]
+
+
+@scenario(LLM_COMM_FUSE_EXPERTS="auto", LLM_COMM_TUNE_AT_START="1")
+def with_auto_experts_of_all_ranks_are_drawn() -> None:
+    with served(), timed() as measured:
+        method, layer = experts()
+        layer.expert_map = torch.full((2 * EXPERTS,), -1, dtype=torch.int32)
+        layer.expert_map[:EXPERTS] = torch.arange(EXPERTS, dtype=torch.int32)
+        with mock.patch.object(method.moe_kernel, "apply", wraps=method.moe_kernel.apply) as theirs:
+            check(method, layer, 4)
+        drawn = torch.cat([call.kwargs["topk_ids"] for call in theirs.call_args_list])
+        assert measured == [(4, 8)] * 2
+        assert 0 <= drawn.min() < EXPERTS <= drawn.max() < 2 * EXPERTS
 
 
 @scenario(LLM_COMM_FUSE_EXPERTS="auto", LLM_COMM_TUNE_AT_START="1")
