@@ -105,7 +105,7 @@ def test_a_model_that_no_table_has(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         (
             {"num_experts": 128},
             "experts",
-            "128, llm_comm's for up to 64 tokens, where the engine uses Triton and they measure to be faster; their sum",
+            "128, llm_comm's for up to 64 tokens, where the engine uses Triton and they measure to be faster",
         ),
         (
             {"num_experts": 128, "quantization_config": {"quant_method": "awq"}},
