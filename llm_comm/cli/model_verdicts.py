@@ -51,8 +51,10 @@ def report(name: str, ranks: int, options: EngineOptions) -> dict[str, str]:
         "norms": f"not fused: {norm}; summed by llm_comm" if norm else fused,
     }
     if model.experts:
-        whose = "llm_comm's for up to 64 tokens, where the engine uses Triton and they measure to be faster"
-        if model.why_not_layers:
+        whose = "llm_comm's for up to 64 tokens, where the engine uses Triton"
+        if options.fuse_experts == "auto":
+            whose += " and they measure to be faster"
+        if not options.fuse_experts or model.why_not_layers or model.activation != "silu":
             whose = "the engine's"
         lines["experts"] = f"{model.experts}, {whose}; their sum is served"
     if model.has_latent_attention:

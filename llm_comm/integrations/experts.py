@@ -3,9 +3,9 @@
 With ``fuse_experts="auto"`` llm_comm computes the batches that it has measured to be faster. Engines run a model with a
 batch size before they capture it. The first such run times the engine's kernels and llm_comm's, each in a graph of
 several calls of that layer. Each call has experts chosen at random, so most of their weights come from device memory.
-The result holds for batches down to half of the tokens. Engines capture the largest first, so while they serve, few
-batches are left to measure, except without graphs. Each rank decides for itself: its part of the sum is right by either
-kernel. Batches that were not measured are the engine's.
+The result holds for all batches up to the same power of two that are at most a quarter larger. Engines capture the
+largest first, so while they serve, few batches are left to measure, except without graphs. Each rank decides for
+itself: its part of the sum is right by either kernel. Batches that were not measured are the engine's.
 
 FP8 weights have float32 scales, of blocks of 128 x 128 or one for each expert. Kernels of the engines quantize the
 tokens as well. llm_comm does not, so scales that a model gives for tokens are not used.
@@ -142,8 +142,8 @@ class Choice:
 
     def __init__(self, measures: bool, engine: str, log: logging.Logger, numbers_own: bool) -> None:
         self._measures, self._engine, self._log, self._numbers_own = measures, engine, log, numbers_own
-        #: By the kind of the weights, the dtype of tokens, and the numbers of experts and of tokens, the latter as the
-        #: exponent of a power of two: most tokens that were measured, and whether llm_comm was faster.
+        #: By the kind of the weights, the dtypes of the batch, and the numbers of experts and of tokens, the latter as
+        #: the exponent of a power of two: most tokens that were tried, and whether llm_comm was faster.
         self._measured: dict[tuple[Any, ...], tuple[int, bool]] = {}
 
     def is_ours(self, weights: Weights, batch: Batch, theirs: Compute, ours: Compute) -> bool:
@@ -159,17 +159,21 @@ class Choice:
             return True
         if not 1 <= len(x) <= _core.linear_max_tokens:
             return False
-        key = (*weights.kind(), x.dtype, ids.shape[1], (len(x) - 1).bit_length())
+        dtypes = (operand.dtype for operand in batch)
+        key = (*weights.kind(), *dtypes, ids.shape[1], (len(x) - 1).bit_length())
         tokens, is_faster = self._measured.get(key, (0, False))
-        if len(x) > tokens:
-            if x.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+        if 4 * len(x) > 5 * tokens:
+            is_capturing = x.device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+            if is_capturing or ours(batch) is None:
                 return False
-            is_faster = ours(batch) is not None and self._measure(weights, batch, theirs, ours)
+            found = self._measure(weights, batch, theirs, ours)
+            is_faster = is_faster if found is None else found
             self._measured[key] = len(x), is_faster
         return is_faster
 
-    def _measure(self, weights: Weights, batch: Batch, theirs: Compute, ours: Compute) -> bool:
-        """Time both kernels with batches of experts chosen at random, and return whether llm_comm is faster."""
+    def _measure(self, weights: Weights, batch: Batch, theirs: Compute, ours: Compute) -> bool | None:
+        """Time both kernels with batches of experts chosen at random, and return whether llm_comm is faster; None if
+        they could not be timed."""
         tokens, device, own = len(batch.x), batch.x.device, len(weights.down_weight)
         experts = weights.num_experts or own
 
@@ -185,7 +189,7 @@ class Choice:
             self._log.warning(
                 "llm_comm: experts of %d tokens were not measured and are %s's: %s", tokens, self._engine, error
             )
-            return False
+            return None
         finally:
             if device.type == "cuda":
                 torch.cuda.empty_cache()  # what the graphs had

@@ -172,7 +172,8 @@ def _why_not_numbers(first: Any, count: Any, own: int) -> str:
         return f"num_experts is {quoted(count)}; it must be a whole number of {most}"
     last = (own if count is None else count) - own
     if not (type(first) is int and 0 <= first <= last):
-        return f"first_expert is {quoted(first)}; with {own} experts in weights it must be a whole number up to {last}"
+        of = f"{own} experts in weights and num_experts {count}"
+        return f"first_expert is {quoted(first)}; with {of} it must be a whole number up to {last}"
     return ""
 
 
@@ -218,8 +219,9 @@ class ExpertLayers:
             down_weight: [experts, hidden, intermediate], contiguous, of the dtype of ``gate_up_weight``. Both weights
                 begin at a multiple of 16 bytes, as new tensors do.
             topk_weights: [tokens, top_k], contiguous, float32: factor of each expert; top_k is 1 to 16.
-            topk_ids: [tokens, top_k], contiguous, int32: the experts of a token. Factors of an expert that a token has
-                twice are added up. Other numbers than those of experts, such as -1, add nothing.
+            topk_ids: [tokens, top_k], contiguous, int32: the experts of a token, whose numbers begin at
+                ``first_expert``. Factors of an expert that a token has twice are added up. Other numbers, such as -1,
+                add nothing.
             out: Takes the result: contiguous, like ``x``. It must share no memory with the operands. None: a new
                 tensor.
             activation: ``"silu"``, or ``"gelu_tanh"``.
@@ -227,7 +229,8 @@ class ExpertLayers:
                 weights are its values times its scale. One scale for a matrix can be expanded to this shape.
             down_scale: With FP8, [experts, hidden / 128, intermediate / 128], float32, any strides.
             routed_scaling_factor: Factor of all ``topk_weights``, as configurations of models have it.
-            first_expert: With expert parallelism: what ``topk_ids`` call the first expert of the weights.
+            first_expert: With expert parallelism: what ``topk_ids`` call the first expert of the weights, of which
+                ``num_experts`` has all.
             num_experts: With expert parallelism: number of experts that the router has chosen from, up to 65536; it
                 decides about the tiling. None: those of the weights.
 

@@ -170,7 +170,7 @@ def of_config(whole: Mapping[str, Any], name: str = "", quantization: str | None
         is_fp8=is_fp8,
         has_block_scales=has_block_scales,
         experts=experts,
-        mentions_experts=any("expert" in entry for entry in config),
+        mentions_experts=any("expert" in entry and bool(value) for entry, value in config.items()),
         has_latent_attention=bool(config.get("kv_lora_rank")),
     )
 

@@ -107,6 +107,7 @@ def test_a_model_that_no_table_has(tmp_path: Path, monkeypatch: pytest.MonkeyPat
             "experts",
             "128, llm_comm's for up to 64 tokens, where the engine uses Triton and they measure to be faster",
         ),
+        ({"num_experts": 128, "hidden_act": "gelu"}, "experts", "128, the engine's; their sum is served"),
         (
             {"num_experts": 128, "quantization_config": {"quant_method": "awq"}},
             "experts",
@@ -214,6 +215,7 @@ def test_ranks_that_share_heads(tmp_path: Path) -> None:
     ("entries", "experts", "mentions"),
     [
         ({}, 0, False),
+        ({"num_experts": 0}, 0, False),
         ({"num_experts": 128}, 128, True),
         ({"moe_num_experts": 64}, 64, True),  # ERNIE
         ({"moe_num_experts": [64, 32]}, 0, True),

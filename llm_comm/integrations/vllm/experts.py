@@ -144,14 +144,16 @@ def _numbers(layer: Any, tokens: int) -> dict[str, Any] | None:
         if is_capturing or tokens > _core.linear_max_tokens:  # the engine's, whatever the numbers
             return None
         known = layer.llm_comm_numbers = numbers, _in_a_row(numbers.tolist())
-    first = known[1]
-    return None if first is None else {"first_expert": first, "num_experts": len(numbers)}
+    first, count = known[1]
+    # Further experts in the weights, such as shared ones, would take the numbers of the next rank.
+    return {"first_expert": first, "num_experts": len(numbers)} if count == len(layer.w2_weight) else None
 
 
-def _in_a_row(numbers: list[int]) -> int | None:
-    """Return the first index of 0, 1, 2 and so on in ``numbers``; None if anything but -1 stands around them."""
+def _in_a_row(numbers: list[int]) -> tuple[int, int]:
+    """Return the first index of 0, 1, 2 and so on in ``numbers``, and how many these are; 0 of them if anything but -1
+    stands around them."""
     first, count = next((i for i, number in enumerate(numbers) if number >= 0), 0), sum(n >= 0 for n in numbers)
-    return first if count > 0 and numbers[first : first + count] == list(range(count)) else None
+    return first, count if numbers[first : first + count] == list(range(count)) else 0
 
 
 def _is_served(method: Any, layer: Any) -> bool:

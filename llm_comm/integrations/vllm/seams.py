@@ -200,6 +200,10 @@ ROWS = (
         f"{_MOE}.experts.triton_moe:TritonExperts.apply",
         f"{_MOE}.config:FusedMoEConfig",
         f"{_MOE}.config:FusedMoEParallelConfig",
+        # Numbers of a rank's experts.
+        f"{_MOE}.expert_map_manager:determine_expert_map",
+        f"{_MOE}.routed_experts:RoutedExperts.expert_map",
+        f"{_MOE}.routed_experts:RoutedExperts.update_expert_map_info",
         # Who computes shared experts.
         f"{_MOE}.fused_moe_method_base:FusedMoEMethodBase.mk_can_overlap_shared_experts",
         f"{_MOE}.modular_kernel:FusedMoEKernel.can_overlap_shared_experts",

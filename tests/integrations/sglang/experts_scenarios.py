@@ -241,17 +241,21 @@ def with_auto_batches_that_are_faster_are_computed_by_llm_comm() -> None:
             assert not tokens
             for count in (15, 9, 16, 65, 0):
                 check(method, layer, given_of(count))
-            assert measured[2:] == [(15, 8)] * 2 + [(16, 8)] * 2
-            assert tokens == [15] * 8 + [15, 9] + [16] * 8 + [16, 65, 0]
+            assert measured[2:] == [(15, 8)] * 2
+            assert tokens == [15] * 8 + [15, 9, 16, 65, 0]
             for _ in range(2):
                 check(method, layer, given_of(2))
             assert tokens[-2:] == [2, 2]
-            assert measured[6:] == [(2, 8)]
+            assert measured[4:] == [(2, 8)]
+            del tokens[:]
+            check(method, layer, given_of(17))
+            check(method, layer, given_of(22))  # more than a quarter larger
+            assert measured[5:] == [(17, 8)] * 2 + [(22, 8)] * 2
             given = given_of(33)
             of_int64 = given.topk_output._replace(topk_ids=given.topk_output.topk_ids.long())
             check(method, layer, given._replace(topk_output=of_int64))  # which llm_comm declines
             assert tokens[-1] == 33
-            assert len(measured) == 7
+            assert len(measured) == 9
         assert len(log.having("llm_comm: experts of 4 tokens: 0.5 us, SGLang's 1.0")) == (dist_rank() == 0)
         assert len(log.having("experts of 2 tokens were not measured and are SGLang's: no memory")) == 1
 

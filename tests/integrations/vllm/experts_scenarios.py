@@ -150,12 +150,13 @@ def with_expert_parallelism_a_rank_computes_its_own_experts() -> None:
             got = method.apply(layer, x, factors, ids, None, None)
             torch.testing.assert_close(got.double(), want, rtol=0.02, atol=0.02)
         assert not method.moe_kernel.tokens
-        layer.expert_map = layer.expert_map.flip(0)  # another placement: not in the order of the weights
-        method.apply(layer, x, factors, ids, None, None)
-        assert method.moe_kernel.tokens == [9]
-        layer.expert_map = torch.full((2 * EXPERTS,), -1, dtype=torch.int32)
-        method.apply(layer, x, factors, ids, None, None)
-        assert method.moe_kernel.tokens == [9, 9]
+        by_turns = torch.full((2 * EXPERTS,), -1, dtype=torch.int32)
+        by_turns[::2] = torch.arange(EXPERTS, dtype=torch.int32)
+        no_shared_one = layer.expert_map.where(layer.expert_map < EXPERTS - 1, -1)  # fewer than the weights have
+        for other in (layer.expert_map.flip(0), by_turns, no_shared_one, torch.full_like(by_turns, -1)):
+            layer.expert_map = other
+            method.apply(layer, x, factors, ids, None, None)
+            assert method.moe_kernel.tokens.pop() == 9
 
 
 @scenario(LLM_COMM_FUSE_EXPERTS="auto", LLM_COMM_TUNE_AT_START="1")
