@@ -447,7 +447,7 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({"num_experts": 3}, "num_experts is 3; it must be a whole number of 4, as weights have, to 65536"),
     ({"num_experts": 65537}, "num_experts is 65537; it must be a whole number of 4, as weights have, to 65536"),
     ({"first_expert": 1}, "first_expert is 1; with 4 experts in weights and num_experts None it must be a whole"),
-    ({"num_experts": 6, "first_expert": 3}, "first_expert is 3; with 4 experts in weights and num_experts 6 it must be"),
+    ({"num_experts": 6, "first_expert": 3}, "first_expert is 3; with 4 experts in weights and num_experts 6 it"),
     ({"num_experts": 6, "first_expert": -1}, "it must be a whole number up to 2"),
     ({"routed_scaling_factor": 2}, "routed_scaling_factor is 2; it must be a finite float of 32 bits"),
     ({"routed_scaling_factor": 1e39}, "routed_scaling_factor is 1e+39; it must be a finite float of 32 bits"),
