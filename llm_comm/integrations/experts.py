@@ -87,6 +87,11 @@ def about_objection(config: EngineOptions, engine: str, why_not: str) -> str:
     return "" if is_expected else f"; experts are {engine}'s: {why_not}"
 
 
+def about_fp8(engine: str, why_not: str | None) -> str:
+    """Return the part of the start-up log line about FP8 experts of an engine: "" if llm_comm serves them too."""
+    return "" if why_not is None else f"; experts of FP8 are {engine}'s: {why_not}"
+
+
 def about(config: EngineOptions) -> str:
     """Return the part of the start-up log line about experts."""
     where = ", where it is faster" if config.fuse_experts == "auto" else ""

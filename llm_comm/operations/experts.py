@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -32,6 +32,17 @@ _CHOICE = {"topk_weights": torch.float32, "topk_ids": torch.int32}
 _OPERANDS = Operands("fused_experts", ("x", *_WEIGHTS, "topk_weights", "topk_ids", *_SCALES), ("out",))
 
 
+class Options(NamedTuple):
+    """Options of ``Communicator.fused_experts``."""
+
+    activation: str = "silu"
+    gate_up_scale: torch.Tensor | None = None
+    down_scale: torch.Tensor | None = None
+    routed_scaling_factor: float = 1.0
+    first_expert: int = 0
+    num_experts: int | None = None
+
+
 class Experts(FewTokens):
     """Experts of one communicator."""
 
@@ -45,27 +56,13 @@ class Experts(FewTokens):
         down_weight: torch.Tensor,
         topk_weights: torch.Tensor,
         topk_ids: torch.Tensor,
-        out: Any = None,
-        *,
-        activation: str = "silu",
-        gate_up_scale: torch.Tensor | None = None,
-        down_scale: torch.Tensor | None = None,
-        routed_scaling_factor: float = 1.0,
-        first_expert: int = 0,
-        num_experts: int | None = None,
+        out: Any,
+        options: Options,
     ) -> torch.Tensor:
         """Run ``Communicator.fused_experts``."""
-        scales = gate_up_scale, down_scale
+        scales = options.gate_up_scale, options.down_scale
         operands = x, gate_up_weight, down_weight, topk_weights, topk_ids
-        why = self.why_not(
-            *operands,
-            activation=activation,
-            gate_up_scale=gate_up_scale,
-            down_scale=down_scale,
-            routed_scaling_factor=routed_scaling_factor,
-            first_expert=first_expert,
-            num_experts=num_experts,
-        )
+        why = self.why_not(*operands, options)
         self._check(why, dict(zip(_OPERANDS.reads, (*operands, *scales), strict=True)), weights=_WEIGHTS)
         if out is not None:
             why = why_not_out(out, x.shape, x.dtype, self._device) or why_not_buffer(out, self._device)
@@ -74,10 +71,11 @@ class Experts(FewTokens):
             _OPERANDS.check_written(*operands, *scales, out)
         experts, hidden, intermediate = down_weight.shape
         tokens, top_k = topk_ids.shape
-        strides = None if gate_up_scale is None else tuple(scale.stride() for scale in scales if scale is not None)
-        numbers = first_expert, num_experts or experts
+        strides = tuple(scale.stride() for scale in scales if scale is not None) or None
+        activation, factor = options.activation, options.routed_scaling_factor
+        numbers = options.first_expert, options.num_experts or experts
         run = self._prepare(
-            (x.shape, down_weight.shape, top_k, x.dtype, activation, strides, routed_scaling_factor, *numbers),
+            (x.shape, down_weight.shape, top_k, x.dtype, activation, strides, factor, *numbers),
             x.nbytes,
             lambda counter: self._handle.core().prepare_experts(
                 tokens=tokens,
@@ -87,7 +85,7 @@ class Experts(FewTokens):
                 intermediate=intermediate,
                 data_type=self._data_types[x.dtype],
                 epilogue=_EPILOGUES[activation],
-                scaling_factor=routed_scaling_factor,
+                scaling_factor=factor,
                 scale_strides=strides,
                 first_expert=numbers[0],
                 all_experts=numbers[1],
@@ -108,27 +106,22 @@ class Experts(FewTokens):
         down_weight: torch.Tensor,
         topk_weights: torch.Tensor,
         topk_ids: torch.Tensor,
-        *,
-        activation: str = "silu",
-        gate_up_scale: torch.Tensor | None = None,
-        down_scale: torch.Tensor | None = None,
-        routed_scaling_factor: Any = 1.0,
-        first_expert: Any = 0,
-        num_experts: Any = None,
+        options: Options,
     ) -> str:
         """Return why the operands are not supported, or "". The answer ignores addresses."""
+        activation, factor = options.activation, options.routed_scaling_factor
         given = {"x": x, "gate_up_weight": gate_up_weight, "down_weight": down_weight}
         given |= {"topk_weights": topk_weights, "topk_ids": topk_ids}
-        scales = dict(zip(_SCALES, (gate_up_scale, down_scale), strict=True))
+        scales = {name: getattr(options, name) for name in _SCALES}
         is_fp8 = any(scale is not None for scale in scales.values())
         like_x, dtypes = ((), dict.fromkeys(_WEIGHTS, FP8)) if is_fp8 else (_WEIGHTS, {})
         why = self._why_not_tensors(given, dict.fromkeys(_WEIGHTS, 3), like_x, dtypes | _CHOICE)
         if not why and activation not in _EPILOGUES:
             why = f"activation is {activation!r}; it must be one of {', '.join(_EPILOGUES)}"
-        if not why and not (type(routed_scaling_factor) is float and abs(routed_scaling_factor) <= _LARGEST):
-            why = f"routed_scaling_factor is {quoted(routed_scaling_factor)}; it must be a finite float of 32 bits"
+        if not why and not (type(factor) is float and abs(factor) <= _LARGEST):
+            why = f"routed_scaling_factor is {quoted(factor)}; it must be a finite float of 32 bits"
         why = why or self._why_not_shapes({name: tuple(tensor.shape) for name, tensor in given.items()}, is_fp8)
-        why = why or _why_not_numbers(first_expert, num_experts, len(down_weight))
+        why = why or _why_not_numbers(options.first_expert, options.num_experts, len(down_weight))
         return why or (self._why_not_scales(scales, down_weight.shape) if is_fp8 else "")
 
     def _why_not_scales(self, scales: dict[str, torch.Tensor | None], down: torch.Size) -> str:
@@ -243,20 +236,8 @@ class ExpertLayers:
             CommunicatorError: An earlier call has failed, as in ``all_reduce``.
             RuntimeError: The kernels could not be launched. No rank waits for them.
         """
-        return self._experts.run(
-            x,
-            gate_up_weight,
-            down_weight,
-            topk_weights,
-            topk_ids,
-            out,
-            activation=activation,
-            gate_up_scale=gate_up_scale,
-            down_scale=down_scale,
-            routed_scaling_factor=routed_scaling_factor,
-            first_expert=first_expert,
-            num_experts=num_experts,
-        )
+        options = Options(activation, gate_up_scale, down_scale, routed_scaling_factor, first_expert, num_experts)
+        return self._experts.run(x, gate_up_weight, down_weight, topk_weights, topk_ids, out, options)
 
     def try_fused_experts(
         self,
@@ -285,4 +266,4 @@ class ExpertLayers:
         **options: Any,
     ) -> bool:
         """Return whether ``fused_experts`` supports the operands and ``options``. The answer ignores addresses."""
-        return self._experts.accepts(x, gate_up_weight, down_weight, topk_weights, topk_ids, **options)
+        return self._experts.accepts(x, gate_up_weight, down_weight, topk_weights, topk_ids, Options(**options))

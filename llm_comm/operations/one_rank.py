@@ -79,15 +79,15 @@ class FewTokens(OneRank):
         """Drop the prepared calls, which hold references to the core."""
         self._prepared.clear()
 
-    def accepts(self, *arguments: Any, **named: Any) -> bool:
+    def accepts(self, *arguments: Any) -> bool:
         """Return whether ``why_not`` is "", and count a decline."""
         self._handle.check_open()
-        why = self.why_not(*arguments, **named)
+        why = self.why_not(*arguments)
         if why:
             self._handle.statistics.decline(self.name, why)
         return not why
 
-    def why_not(self, *arguments: Any, **named: Any) -> str:
+    def why_not(self, *arguments: Any) -> str:
         """Return why the arguments of a call are not supported, or "". The answer ignores addresses."""
         raise NotImplementedError
 

@@ -107,7 +107,7 @@ def choose(case: Case, generator: torch.Generator) -> dict[str, torch.Tensor]:
 
 
 def is_near(case: Case, chosen: dict[str, torch.Tensor], out: torch.Tensor) -> bool:
-    """Whether the result is within what its roundings may make of it."""
+    """Return whether the result is off by no more than its roundings explain."""
     x, ids, factors = chosen["x"].double(), chosen["topk_ids"], chosen["topk_weights"].double()
     expected, size, largest = (torch.zeros(out.shape, dtype=torch.float64, device=out.device) for _ in range(3))
     for expert in ids.unique().tolist():

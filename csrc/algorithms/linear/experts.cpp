@@ -177,9 +177,9 @@ Grid grid(const Problem& problem, bool is_gated, const Choice& choice, uint32_t 
   const uint32_t units = problem.intermediate / (kUnitRows / 2) * problem.tokens * problem.top_k;
   const uint32_t blocks =
       is_gated ? std::min(std::max(sm_count, 1u), units) : divide_up(problem.hidden, choice.block_outputs);
-  const uint32_t warps = down_warps(problem, choice, max_shared_bytes);
-  const uint32_t shared = shared_bytes(problem, is_gated, choice, is_gated ? 1 : warps);
-  return {blocks, is_gated ? kGateUpThreads : warps * kWarpThreads,
+  const uint32_t rings = is_gated ? 1 : down_warps(problem, choice, max_shared_bytes);
+  const uint32_t shared = shared_bytes(problem, is_gated, choice, rings);
+  return {blocks, is_gated ? kGateUpThreads : rings * kWarpThreads,
           is_gated ? std::max(shared, share_of_shared(is_gated, max_shared_bytes)) : shared};
 }
 

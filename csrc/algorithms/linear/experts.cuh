@@ -15,8 +15,8 @@
 // stores its outputs.
 //
 // Down. A unit has outputs of the block. Rows are short and lie side by side, so each warp has units and a ring of its
-// own. The products of a unit are kept in shared memory, one row for each place. At the end the block adds
-// up the places of each token, each times its factor. So nothing is left to reduce.
+// own. The products of a unit are kept in shared memory, one row for each place. At the end the block adds up the places
+// of each token, each times its factor. So nothing is left to reduce.
 //
 // Order of additions. Of gate and up, tile i of a row is of warp i % kWarps; the down-projection has one warp for a row.
 // A warp adds the left and the right halves of its tiles in two sums, in ascending order, and then these two. With FP8
@@ -27,9 +27,8 @@
 // columns of one block of scales, so the sum of its products is scaled when it is added to the sums of the row.
 //
 // Early start. Where few weights are read, a multiprocessor has room for a block of each kernel. The down-projection then
-// reads the router's choice and fetches weights before gate and up have ended. Each
-// block of gate and up triggers it (grid_dependency_trigger) when it has waited for the grids before. So these have
-// ended, and the choice is visible.
+// reads the router's choice and fetches weights before gate and up have ended. Each block of gate and up triggers it
+// (grid_dependency_trigger) when it has waited for the grids before. So these have ended, and the choice is visible.
 #pragma once
 
 #include "algorithms/linear/epilogue.cuh"
@@ -92,8 +91,8 @@ class GateUpFetch {
   uint32_t stage_ = 0, round_ = 0;
 };
 
-// Sums of the warps that share a unit, on their way to the warp that adds them. Each of the first `warps` warps calls give()
-// for every unit, and the adding warp take().
+// Sums of the warps that share a unit, on their way to the warp that adds them. Each of the first `warps` warps calls
+// give() for every unit, and the adding warp take().
 template <uint32_t Rows>
 class SumsOfWarps {
  public:

@@ -1,5 +1,5 @@
-// What each block of the experts' kernels finds out about the router's choice: the groups of tokens that are multiplied
-// together, and where their rows are (experts.cuh, "Groups").
+// The router's choice, as each block of the experts' kernels reads it: groups of tokens that are multiplied together, and
+// the places of their rows (experts.cuh, "Groups").
 #pragma once
 
 #include "algorithms/linear/experts.h"
@@ -13,13 +13,13 @@ struct ExpertsMemory {
   SharedAddress start;
   const experts::Layout& layout;
 
-  // Of a stage: its tiles are there. Gate and up have one ring, the down-projection one for each warp.
+  // Barrier of a stage: its tiles are there. Gate and up have one ring, the down-projection one for each warp.
   LLM_COMM_DEVICE SharedAddress full(uint32_t stage, uint32_t warp = 0) const {
     return start + 8 * (warp * experts::kMaxStages + stage);
   }
-  // Of a stage of gate and up: it has been read.
+  // Barrier of a stage of gate and up: it has been read.
   LLM_COMM_DEVICE SharedAddress empty(uint32_t stage) const { return full(stage, 1); }
-  // Of the sums of a unit of gate and up: they are there; and they have been read.
+  // Barriers of the sums of a unit of gate and up: they are there; and they have been read.
   LLM_COMM_DEVICE SharedAddress sums_full(uint32_t buffer) const { return full(buffer, 2); }
   LLM_COMM_DEVICE SharedAddress sums_empty(uint32_t buffer) const { return full(buffer, 3); }
   LLM_COMM_DEVICE uint32_t* tokens() const { return pointer_to<uint32_t>(start + layout.tokens); }

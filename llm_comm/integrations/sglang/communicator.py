@@ -337,8 +337,7 @@ def _set_up_experts(group: Any, communicator: Communicator, model: Model | None)
 
     why_no_fp8 = joining.objection_of_any(group.cpu_group, TABLE.attempt(seams.FP8_EXPERTS), seams.FP8_EXPERTS)
     activate(group, measures=config.fuse_experts == "auto", fp8=why_no_fp8 is None)
-    found = experts.about(config) + _set_up_router(group, communicator)
-    return found if why_no_fp8 is None else f"{found}; experts of FP8 are SGLang's: {why_no_fp8}"
+    return experts.about(config) + _set_up_router(group, communicator) + experts.about_fp8("SGLang", why_no_fp8)
 
 
 def _set_up_router(group: Any, communicator: Communicator) -> str:
@@ -346,15 +345,16 @@ def _set_up_router(group: Any, communicator: Communicator) -> str:
     Collective."""
     from llm_comm.integrations.sglang import routers
 
-    of_this_rank = TABLE.attempt(seams.ROUTER, routers.set_up)
+    of_this_rank, device = TABLE.attempt(seams.ROUTER, routers.set_up), communicator.device
+    is_auto = options_of(communicator).fuse_experts == "auto"
+    capability = torch.cuda.get_device_capability(device) if device.type == "cuda" else (9, 0)
     if _server_option("moe", "ep_dispatch_algorithm") == "fake":  # SGLang then overwrites logits
         of_this_rank = "--ep-dispatch-algorithm is fake"
     elif _server_option("comm", "enable_symm_mem"):  # SGLang then gathers choices from its own memory
         of_this_rank = "--enable-symm-mem is set"
-    elif communicator.device.type == "cuda" and torch.cuda.get_device_capability(communicator.device) < (9, 0):
+    elif capability < (9, 0):
         of_this_rank = "the GPU has no clusters"  # one block would read the whole weight
-    is_auto = options_of(communicator).fuse_experts == "auto"
-    if is_auto and communicator.device.type == "cuda" and torch.cuda.get_device_capability(communicator.device)[0] != 9:
+    elif is_auto and capability[0] != 9:
         of_this_rank = "it was measured on Hopper alone"
     why_not = joining.objection_of_any(group.cpu_group, of_this_rank, seams.ROUTER)
     if why_not is not None:

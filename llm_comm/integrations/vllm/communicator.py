@@ -439,8 +439,7 @@ class LlmCommCommunicator(CudaCommunicator):  # type: ignore[misc]
 
         why_no_fp8 = self._objection(seams.TABLE.attempt(seams.FP8_EXPERTS), seams.FP8_EXPERTS)
         activate(self, measures=config.fuse_experts == "auto", fp8=why_no_fp8 is None)
-        found = experts.about(config)
-        return found if why_no_fp8 is None else f"{found}; experts of FP8 are vLLM's: {why_no_fp8}"
+        return experts.about(config) + experts.about_fp8("vLLM", why_no_fp8)
 
     def _set_up_linear(self, communicator: Communicator) -> str:
         """Choose whether compiled graphs get operators with linear layers, alike on all ranks, and measure layers that

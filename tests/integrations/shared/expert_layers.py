@@ -102,7 +102,7 @@ def batch_of(tokens: int, dtype: torch.dtype = torch.bfloat16) -> tuple[torch.Te
 def expected(
     x: torch.Tensor, factors: torch.Tensor, ids: torch.Tensor, gate_up_weight: torch.Tensor, down_weight: torch.Tensor
 ) -> torch.Tensor:
-    """What the experts make of a batch, in fp64."""
+    """Return the sum of the experts of each token, in fp64."""
     x, y = x.double(), torch.zeros(x.shape, dtype=torch.float64)
     for expert, (gate_up, down) in enumerate(zip(gate_up_weight.double(), down_weight.double(), strict=True)):
         gate, up = (x @ gate_up.T).chunk(2, -1)
