@@ -8,7 +8,7 @@
 #   kernels_<descriptor>.cpp                the same for the emulator
 #   linear_<operands>_<type>_<parts>.cu, .cpp   kernels of linear layers, of one type of operands and of results, and number of parts of the weight
 #   linear_<operands>_<type>_<parts>_blocks.cu, .cpp   the same with scales of blocks
-#   experts_<operands>_<type>.cu, .cpp             kernels of experts and of their router
+#   experts_<operands>_<type>.cu, .cpp             kernels of experts, of their router, and of layers of q, k and v
 #
 # llm_comm_algorithm_sources(<list variable> cu|cpp) and llm_comm_linear_sources name the sources to compile; include directories are csrc,
 # csrc/include and <build>/generated. The files that a list names are relative to its own directory, or to csrc.
@@ -22,8 +22,8 @@ set(LLM_COMM_WORLDS kEven kOdd)
 set(LLM_COMM_LINEAR_TYPES kBFloat16/kBFloat16/false kFloat16/kFloat16/false kFloat8/kBFloat16/false
     kFloat8/kFloat16/false kFloat8/kBFloat16/true kFloat8/kFloat16/true)
 set(LLM_COMM_LINEAR_WEIGHT_PARTS 1 2)
-# Host code of linear layers, experts and routers.
-set(LLM_COMM_LINEAR_HOST experts.cpp layer.cpp router.cpp)
+# Host code of linear layers, experts, routers, and layers of q, k and v.
+set(LLM_COMM_LINEAR_HOST experts.cpp layer.cpp rope.cpp router.cpp)
 list(TRANSFORM LLM_COMM_LINEAR_HOST PREPEND "${LLM_COMM_CSRC}/algorithms/linear/")
 set(LLM_COMM_ALGORITHM_LISTS "${LLM_COMM_CSRC}/algorithms/registry.def" "${LLM_COMM_CSRC}/optional/registry.def"
     ${LLM_COMM_EXTRA_ALGORITHMS})
@@ -184,20 +184,22 @@ template struct LinearKernels<OperandType::${operands}, DataType::${type}, ${par
       list(APPEND sources "${source}")
     endforeach()
     if(NOT block_scales)
-      set(router "")
+      set(others "")
       if(operands STREQUAL type)
-        set(router "template struct RouterKernels<OperandType::${operands}, DataType::${type}>;\n")
+        set(others "template struct RouterKernels<OperandType::${operands}, DataType::${type}>;\n")
+        string(APPEND others "template struct RopeKernels<OperandType::${operands}, DataType::${type}>;\n")
       endif()
       set(source "${LLM_COMM_GENERATED}/algorithms/experts_${operands}_${type}.${extension}")
       llm_comm_write("${source}"
 "// Written by cmake/algorithms.cmake.
 #include \"algorithms/linear/experts.cuh\"
+#include \"algorithms/linear/rope.cuh\"
 #include \"algorithms/linear/router.cuh\"
 
 namespace llm_comm::inline LLM_COMM_TARGET {
 
 template struct ExpertsKernels<OperandType::${operands}, DataType::${type}>;
-${router}
+${others}
 }  // namespace llm_comm::inline LLM_COMM_TARGET
 ")
       list(APPEND sources "${source}")

@@ -21,6 +21,7 @@ linear_max_many_tokens: int
 linear_multiple: int
 linear_fp8_multiple: int
 linear_max_features: int
+rope_max_tokens: int
 experts_max: int
 experts_max_top_k: int
 #: Granularities of the scales of FP8 elements.
@@ -132,6 +133,28 @@ class LinearChoice:
     def stages(self) -> int: ...
     @property
     def stage_boxes(self) -> int: ...
+
+class RopeProblem:
+    # cache: blocks, slots of a block, tokens with a slot, whether slots have 64 bits, strides of keys and of values in
+    # elements: between blocks, slots and heads. None: no cache.
+    def __init__(
+        self,
+        *,
+        tokens: int,
+        inputs: int,
+        outputs: int,
+        data_type: int,
+        head_size: int,
+        kv_heads: int,
+        rotary_size: int,
+        is_interleaved: bool,
+        has_norms: bool,
+        epsilon: float,
+        positions: int,
+        has_fp32_angles: bool,
+        has_64_bit_positions: bool,
+        cache: tuple[int, int, int, bool, Sequence[int], Sequence[int]] | None = None,
+    ) -> None: ...
 
 class Limits:
     def __init__(
@@ -405,6 +428,12 @@ class Core:
         data_type: int,
         renormalize: bool,
         counter: Counter | None = None,
+    ) -> Callable[..., bool]: ...
+    # Layer of q, k and v, one launch. The function takes the addresses of x, weight, bias (0: none), out, positions,
+    # the table of angles, norms' weights of q and of k (0: none), caches of keys and of values and slots (0: no cache),
+    # and a stream. block_rows, stages: the tiling; 0: the kernel chooses.
+    def prepare_rope(
+        self, problem: RopeProblem, *, block_rows: int = 0, stages: int = 0, counter: Counter | None = None
     ) -> Callable[..., bool]: ...
     # Load a DSL kernel and return its number. ``image``: a cubin, or for emulated GPUs the path of a shared library.
     def load_program(self, image: bytes, kernel: str, title: str) -> int: ...

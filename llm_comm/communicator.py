@@ -30,6 +30,7 @@ from llm_comm.operations.linear import Linear
 from llm_comm.operations.linear_all_reduce import LinearAllReduce, LinearAllReduceAddRmsNorm
 from llm_comm.operations.linear_layers import LinearLayers
 from llm_comm.operations.moe import ExpertParallel, MoeCombine, MoeDispatch
+from llm_comm.operations.rope import LinearRope, RopeLayers
 from llm_comm.operations.router import Router, RouterLayers
 from llm_comm.operations.shards import AllGather, AllToAll, LossyAllGather, ReduceScatter
 from llm_comm.planning import programs
@@ -47,7 +48,7 @@ from llm_comm.runtime.workspaces import SHARING, UnsharedMemoryError
 logger = logging.getLogger("llm_comm")
 
 
-class Communicator(AllReduceOps, GatherScatter, LinearLayers, ExpertLayers, RouterLayers, ExpertParallel):
+class Communicator(AllReduceOps, GatherScatter, LinearLayers, RopeLayers, ExpertLayers, RouterLayers, ExpertParallel):
     """Collectives of the ranks of one process group: all-reduce, all-gather, reduce-scatter, and fused forms of them.
 
     The ranks are on one machine, or on several with equally many ranks each. Construction is collective: all ranks get
@@ -123,6 +124,7 @@ class Communicator(AllReduceOps, GatherScatter, LinearLayers, ExpertLayers, Rout
             LinearAllReduce(self._handle, layers, sums),
             LinearAllReduceAddRmsNorm(self._handle, layers, norms),
         )
+        self._linear_rope = LinearRope(*common)
         self._experts, self._router = Experts(*common), Router(*common)
         self._moe_dispatch, self._moe_combine = MoeDispatch(*common, why_none), MoeCombine(*common, why_none)
         self._other_operations = GenericOperations(*common, why_none)
@@ -370,6 +372,7 @@ class Communicator(AllReduceOps, GatherScatter, LinearLayers, ExpertLayers, Rout
         self._operations.linear_silu_and_mul.forget()
         self._operations.linear_gelu_tanh_and_mul.forget()
         self._operations.batch_invariant_linear.forget()
+        self._linear_rope.forget()
         self._experts.forget()
         self._router.forget()
         self._moe_dispatch.forget()

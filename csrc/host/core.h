@@ -13,6 +13,7 @@
 #include "algorithms/launch_shape.h"
 #include "algorithms/linear/experts_problem.h"
 #include "algorithms/linear/problem.h"
+#include "algorithms/linear/rope.h"
 #include "algorithms/linear/router.h"
 
 namespace llm_comm::host {
@@ -241,6 +242,11 @@ class Core {
   // or the device does not serve the problem. Buffers of the call: router::kBuffers. The kernel reads the weight early,
   // as a linear layer does.
   virtual std::unique_ptr<PreparedCall> prepare_router(const router::Problem& problem) = 0;
+
+  // Prepares a layer of q, k and v, one launch that involves no other rank (rope.h). Throws std::invalid_argument if it
+  // or the device does not serve the problem. Buffers of the call: rope::kBuffers. The kernel reads the weight, the bias
+  // and the norms' weights early, as a linear layer does.
+  virtual std::unique_ptr<PreparedCall> prepare_rope(const rope::Problem& problem, const rope::Choice& choice) = 0;
 
   // Loads a DSL kernel and returns the number that prepare_program() takes. `image`: a cubin; for an emulated GPU the
   // path of a shared library. `title`: name of its calls in error messages. All ranks load the same kernels in the same

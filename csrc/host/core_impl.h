@@ -22,6 +22,7 @@
 #include "host/prepared_experts.h"
 #include "host/prepared_linear.h"
 #include "host/prepared_program.h"
+#include "host/prepared_rope.h"
 #include "host/prepared_router.h"
 #include "host/programs.h"
 #include "host/target.h"
@@ -246,6 +247,10 @@ class CoreImpl final : public Core {
 
   std::unique_ptr<PreparedCall> prepare_router(const router::Problem& problem) override {
     return std::make_unique<PreparedRouter<Launcher>>(launcher_, queue_.call_mutex(), *comm_.mailbox, problem);
+  }
+
+  std::unique_ptr<PreparedCall> prepare_rope(const rope::Problem& problem, const rope::Choice& choice) override {
+    return std::make_unique<PreparedRope<Launcher>>(launcher_, queue_.call_mutex(), *comm_.mailbox, problem, choice);
   }
 
   uint32_t load_program(const std::string& image, const std::string& kernel, const std::string& title) override {

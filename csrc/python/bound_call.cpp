@@ -1,6 +1,7 @@
 #include "python/bound_call.h"
 
 #include <exception>
+#include <stdexcept>
 #include <string>
 #include <utility>
 
@@ -21,6 +22,10 @@ struct BoundCall {
   host::OwnProcess maker{};
 };
 
+// Of any call, also of those that are no operation of ranks.
+constexpr Py_ssize_t kMaxAddresses = 16;
+static_assert(kMaxAddresses >= kMaxBuffers);
+
 // run(address, ..., stream) -> bool. Every eager call passes through it, so it uses CPython's calling convention:
 // pybind11's takes twice as long. It rejects an address of 0 for a required buffer: a tensor without memory (for
 // example a fake tensor of torch) would corrupt the CUDA context.
@@ -36,7 +41,7 @@ PyObject* run_bound_call(PyObject* capsule, PyObject* const* arguments, Py_ssize
                     "from here. Make a communicator in this process");
     return nullptr;
   }
-  uint64_t values[kMaxBuffers + 1];
+  uint64_t values[kMaxAddresses + 1];
   for (Py_ssize_t i = 0; i < count; ++i) values[i] = PyLong_AsUnsignedLongLong(arguments[i]);
   if (PyErr_Occurred() != nullptr) return nullptr;
   for (Py_ssize_t i = 0; i < bound.buffers; ++i) {
@@ -64,6 +69,7 @@ PyObject* run_bound_call(PyObject* capsule, PyObject* const* arguments, Py_ssize
 }  // namespace
 
 py::object as_function(py::object core, host::CountedCall call, Py_ssize_t buffers, uint32_t optional) {
+  if (buffers > kMaxAddresses) throw std::logic_error("a call of " + std::to_string(buffers) + " addresses");
   static PyMethodDef definition = {"run", reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(&run_bound_call)),
                                    METH_FASTCALL, nullptr};
   const py::capsule capsule(new BoundCall{std::move(core), std::move(call), buffers, optional},

@@ -3,9 +3,12 @@
 #include <pybind11/stl.h>
 
 #include <algorithm>
+#include <array>
 #include <stdexcept>
 #include <string>
+#include <tuple>
 
+#include "algorithms/linear/rope.h"
 #include "python/data_type_at.h"
 
 namespace py = pybind11;
@@ -13,6 +16,10 @@ namespace py = pybind11;
 namespace llm_comm::python {
 
 namespace {
+
+// Blocks of a cache, slots of a block, tokens with a slot, whether slots have 64 bits, and strides of keys and values in
+// elements: between blocks, slots and heads.
+using RopeCache = std::tuple<uint32_t, uint32_t, uint32_t, bool, std::array<uint64_t, 3>, std::array<uint64_t, 3>>;
 
 ScaleOf scale_of(uint32_t number) {
   if (number > static_cast<uint32_t>(ScaleOf::kBlock)) {
@@ -55,6 +62,7 @@ void add_linear(py::module_& module) {
   module.attr("linear_multiple") = linear::kMultiple;
   module.attr("linear_fp8_multiple") = linear::inputs_multiple(OperandType::kFloat8);
   module.attr("linear_max_features") = linear::kMaxFeatures;
+  module.attr("rope_max_tokens") = rope::kMaxTokens;
   module.attr("experts_max") = experts::kMaxExperts;
   module.attr("experts_max_top_k") = experts::kMaxTopK;
   module.attr("SCALE_OF_TENSOR") = static_cast<uint32_t>(ScaleOf::kTensor);
@@ -69,6 +77,40 @@ void add_linear(py::module_& module) {
       .def_readonly("block_outputs", &LinearChoice::block_outputs)
       .def_readonly("stages", &LinearChoice::stages)
       .def_readonly("stage_boxes", &LinearChoice::stage_boxes);
+
+  py::class_<rope::Problem>(module, "RopeProblem")
+      .def(py::init([](uint32_t tokens, uint32_t inputs, uint32_t outputs, uint32_t data_type, uint32_t head_size,
+                       uint32_t kv_heads, uint32_t rotary_size, bool is_interleaved, bool has_norms, float epsilon,
+                       uint32_t positions, bool has_fp32_angles, bool has_64_bit_positions,
+                       const std::optional<RopeCache>& cache) {
+             rope::Problem problem{tokens,
+                                   inputs,
+                                   outputs,
+                                   data_type_at(data_type),
+                                   head_size,
+                                   kv_heads,
+                                   rotary_size,
+                                   is_interleaved,
+                                   has_norms,
+                                   epsilon,
+                                   positions,
+                                   has_fp32_angles,
+                                   has_64_bit_positions};
+             if (cache) {
+               const auto& [blocks, block_slots, slots, has_64_bit_slots, key, value] = *cache;
+               problem.blocks = blocks;
+               problem.block_slots = block_slots;
+               problem.slots = slots;
+               problem.has_64_bit_slots = has_64_bit_slots;
+               problem.key = {key[0], key[1], key[2]};
+               problem.value = {value[0], value[1], value[2]};
+             }
+             return problem;
+           }),
+           py::kw_only(), py::arg("tokens"), py::arg("inputs"), py::arg("outputs"), py::arg("data_type"),
+           py::arg("head_size"), py::arg("kv_heads"), py::arg("rotary_size"), py::arg("is_interleaved"),
+           py::arg("has_norms"), py::arg("epsilon"), py::arg("positions"), py::arg("has_fp32_angles"),
+           py::arg("has_64_bit_positions"), py::arg("cache") = py::none());
 
   module.def(
       "linear_choice",

@@ -252,6 +252,16 @@ PYBIND11_MODULE(_core, module) {
           },
           py::kw_only(), py::arg("tokens"), py::arg("experts"), py::arg("top_k"), py::arg("hidden"),
           py::arg("data_type"), py::arg("renormalize"), py::arg("counter") = py::none())
+      .def(
+          "prepare_rope",
+          [](py::object core, const llm_comm::rope::Problem& problem, uint32_t block_rows, uint32_t stages,
+             const std::optional<Counter>& counter) {
+            CountedCall call{core.cast<Core&>().prepare_rope(problem, {block_rows, stages}), counter};
+            return as_function(std::move(core), std::move(call), llm_comm::rope::kBuffers,
+                               llm_comm::rope::kOptionalBuffers);
+          },
+          py::arg("problem"), py::kw_only(), py::arg("block_rows") = 0, py::arg("stages") = 0,
+          py::arg("counter") = py::none())
       .def("load_program", &Core::load_program, py::arg("image"), py::arg("kernel"), py::arg("title"),
            py::call_guard<py::gil_scoped_release>())
       .def(

@@ -42,6 +42,8 @@ FIRST_ACTIVATED = {
     ),
 }
 
+#: First layer of q, k and v with RoPE and the write to the KV cache.
+FIRST_ROPE = "llm_comm: first qkv with rope and cache write computed by llm_comm (%d ranks, shape %s, weight %s)"
 
 #: First layer in batch-invariant mode.
 FIRST_INVARIANT_LINEAR = (

@@ -12,6 +12,7 @@
 #include "linear_call.h"
 #include "message_call.h"
 #include "moe_call.h"
+#include "rope_call.h"
 #include "router_call.h"
 #include "sized_call.h"
 #include "tilings.h"
@@ -67,8 +68,9 @@ std::unique_ptr<Call> draw_linear(const Subject& subject, Random& random) {
 }
 
 template <DataType D>
-std::unique_ptr<Call> draw_moe(MoeKernel kernel, Random& random) {
-  if (kernel == MoeKernel::kRoute) return std::make_unique<RouterCall<D>>(random);
+std::unique_ptr<Call> draw_few_tokens(FewTokensKernel kernel, Random& random) {
+  if (kernel == FewTokensKernel::kRope) return std::make_unique<RopeCall<D>>(random);
+  if (kernel == FewTokensKernel::kRoute) return std::make_unique<RouterCall<D>>(random);
   return std::make_unique<ExpertsCall<D>>(random);
 }
 
@@ -94,7 +96,7 @@ const std::vector<NamedSubject>& subjects() {
     for (uint32_t form = 0; form < std::size(forms); ++form) {
       found.push_back({forms[form], {0, static_cast<Form>(form), DataType::kBFloat16, Quantization::kNone}});
     }
-    if (kWarpThreads != 32) return found;  // linear layers, experts and routers are written for warps of 32
+    if (kWarpThreads != 32) return found;  // they are written for warps of 32
     const char* const layers[] = {"linear", "linear_silu_and_mul", "linear_gelu_tanh_and_mul"};
     for (uint32_t number = 0; number < std::size(layers); ++number) {
       const std::string name = layers[number];
@@ -106,11 +108,11 @@ const std::vector<NamedSubject>& subjects() {
         }
       }
     }
-    const char* const kernels[] = {"fused_experts", "moe_route"};
+    const char* const kernels[] = {"fused_experts", "moe_route", "linear_rope"};
     for (uint32_t number = 0; number < std::size(kernels); ++number) {
       for (const DataType type : {DataType::kBFloat16, DataType::kFloat16}) {
         Subject subject{0, std::nullopt, type, Quantization::kNone};
-        subject.moe = static_cast<MoeKernel>(number);
+        subject.few_tokens = static_cast<FewTokensKernel>(number);
         found.push_back({kernels[number], subject});
       }
     }
@@ -132,9 +134,9 @@ std::unique_ptr<Call> draw_call(const Subject& subject, bool alone, uint32_t ind
     return is_bf16 ? draw_linear<DataType::kBFloat16>(subject, random)
                    : draw_linear<DataType::kFloat16>(subject, random);
   }
-  if (subject.moe) {
-    return is_bf16 ? draw_moe<DataType::kBFloat16>(*subject.moe, random)
-                   : draw_moe<DataType::kFloat16>(*subject.moe, random);
+  if (subject.few_tokens) {
+    return is_bf16 ? draw_few_tokens<DataType::kBFloat16>(*subject.few_tokens, random)
+                   : draw_few_tokens<DataType::kFloat16>(*subject.few_tokens, random);
   }
   if (subject.form) return std::make_unique<MessageCall>(*subject.form, index, ranks, random);
   return draw_call_of(subject, ranks, random, before);

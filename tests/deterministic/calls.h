@@ -33,7 +33,7 @@ class Call {
 };
 
 // Kernels of a mixture of experts in which no other rank takes part.
-enum class MoeKernel { kFusedExperts, kRoute };
+enum class FewTokensKernel { kFusedExperts, kRoute, kRope };
 
 // Subject of a schedule: an algorithm of the registry, a form of message passing, linear layers, or a kernel
 // of a mixture of experts. The other calls of its sequence are all-reduces.
@@ -44,8 +44,8 @@ struct Subject {
   Quantization quantization;  // of a fused operation
   bool is_linear = false;     // a linear layer, of `type`
   LinearEpilogue epilogue = LinearEpilogue::kNone;
-  bool is_fp8 = false;                          // the layer's x and weight are
-  std::optional<MoeKernel> moe = std::nullopt;  // of few tokens, of `type`
+  bool is_fp8 = false;                                       // the layer's x and weight are
+  std::optional<FewTokensKernel> few_tokens = std::nullopt;  // of `type`
 };
 
 struct NamedSubject {
@@ -55,7 +55,7 @@ struct NamedSubject {
 };
 
 // Each algorithm with each of its data types, then the fused ones with FP8, then the forms of message passing, then
-// linear layers, then experts and their router.
+// linear layers, then experts, their router, and layers of q, k and v.
 const std::vector<NamedSubject>& subjects();
 
 // The call number `index` of a schedule. `alone`: about its subject, as all of them. `before`: the one made before it, or

@@ -41,6 +41,7 @@ from protections_of_linear import OF_LINEAR
 from protections_of_messages import OF_MESSAGES
 from protections_of_operations import OF_OPERATIONS
 from protections_of_ports import OF_PORTS
+from protections_of_rope import OF_ROPE
 from protections_of_router import OF_ROUTER
 from protections_of_switch import OF_SWITCH
 from protections_of_symmetric import OF_SYMMETRIC
@@ -65,6 +66,7 @@ PROTECTIONS = (
     *OF_LINEAR,
     *OF_EXPERTS,
     *OF_ROUTER,
+    *OF_ROPE,
 )
 
 

@@ -41,6 +41,7 @@ from llm_comm.integrations.linear import (
     FIRST_EXPERTS,
     FIRST_INVARIANT_LINEAR,
     FIRST_LINEAR,
+    FIRST_ROPE,
     FIRST_ROUTER,
     LINEAR_AT_EVERY_SIZE,
     Scales,
@@ -263,6 +264,7 @@ def _set_up_linears(group: Any, communicator: Communicator, model: Model | None)
     if why_not is None:
         # No vote, unlike above: each rank computes its layers without the others.
         activates = TABLE.attempt(seams.SILU_AND_MUL) is None
+        TABLE.attempt(seams.ROPE)
         layers: Iterable[Layer] = ()
         if model is not None:
             with_activation = activates and model.is_activated_in_sglang
@@ -558,6 +560,11 @@ class LlmCommAllReduce:
         """Compute ``silu(x @ gate.T) * (x @ up.T)`` on this rank by llm_comm. Return a new tensor; None if declined."""
         first = FIRST_ACTIVATED[LINEAR_SILU_AND_MUL]
         return self._try_linear(Communicator.try_linear_silu_and_mul, x, gate_up_weight, first)
+
+    def linear_rope(self, x: torch.Tensor, weight: torch.Tensor, **operands: Any) -> torch.Tensor | None:
+        """Compute q, k and v with RoPE, and write k and v to the KV cache, on this rank by llm_comm, as
+        ``Communicator.linear_rope``. Return a new tensor; None if declined."""
+        return self._try_linear(Communicator.try_linear_rope, x, weight, FIRST_ROPE, **operands)
 
     def batch_invariant_linear(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor | None:
         """Compute a linear layer of deterministic mode (``invariant_linear.py``); None after ``leave``."""

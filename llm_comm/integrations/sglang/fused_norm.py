@@ -91,7 +91,7 @@ def sum_and_norm(
     """
     if x.shape[0] == 0:
         return x, residual
-    group, weight_bias = State.group, _weight_bias_of(norm)
+    group, weight_bias = State.group, weight_bias_of(norm)
     if torch.compiler.is_compiling():
         # Clone tensors that are written: compiled graphs are functional, and would copy such tensors anyway.
         if weight_bias is not None:
@@ -111,7 +111,7 @@ def sum_and_norm(
     return normed, new_residual
 
 
-def _weight_bias_of(norm: Any) -> float | None:
+def weight_bias_of(norm: Any) -> float | None:
     """Return the constant that ``norm`` adds to its weights in fp32; None if the fused kernel cannot compute
     ``norm``."""
     is_gemma = type(norm) is layernorm.GemmaRMSNorm

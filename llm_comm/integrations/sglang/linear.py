@@ -9,9 +9,9 @@ router. All ranks have the same router and the same x, and must choose the same 
 
 Hooks. Two methods of ``UnquantizedLinearMethod`` are hooked. ``create_weights`` marks suitable layers once, so that
 compiled graphs have a constant. ``apply`` calls llm_comm for marked layers, and SGLang's method if llm_comm declines.
-A second mark is for gate and up with silu-and-mul (``gated_mlps.py``). A layer involves no other rank, so ranks that
-chose differently would not hang. They choose alike: the mark depends on the layer's shape, the options and the table,
-which the ranks have compared.
+A second mark is for gate and up with silu-and-mul (``gated_mlps.py``). q, k and v with RoPE need no mark
+(``attention.py``). A layer involves no other rank, so ranks that chose differently would not hang. They choose alike:
+the mark depends on the layer's shape, the options and the table, which the ranks have compared.
 
 Early reads. llm_comm reads weight and bias before earlier kernels of the stream have ended, so a kernel just before the
 layer must not write them. Weights that SGLang copies from the host for each pass (``--cpu-offload-gb``,
@@ -35,6 +35,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from llm_comm import _core
+from llm_comm.communicator import Communicator
 from llm_comm.integrations.linear import prefers_some
 from llm_comm.integrations.sglang.fused_norm import State, all_sums_are_of_the_group
 from llm_comm.planning.models import Layer
@@ -47,8 +49,9 @@ _UNQUANTIZED = "sglang.srt.layers.quantization.unquant"
 # Values of ``--bf16-gemm-backend`` with which SGLang uses torch, and so cuBLAS.
 _CUBLAS = ("auto", "torch")
 
-# Types of a bias that llm_comm may read early: a parameter, or no bias. The stream may still be writing a plain tensor.
-_BIASES = (torch.nn.Parameter, type(None))
+#: Types of a bias that llm_comm may read early: a parameter, or no bias. The stream may still be writing a plain
+#: tensor.
+BIASES = (torch.nn.Parameter, type(None))
 
 # The operator is opaque to torch.compile: a graph is traced with one number of tokens and runs with others.
 _library = torch.library.Library("llm_comm_sglang", "FRAGMENT")
@@ -110,9 +113,25 @@ class _Router:
 def create_weights(theirs: Any, method: Any, layer: Any, *args: Any, **kwargs: Any) -> None:
     theirs(method, layer, *args, **kwargs)
     # Attributes of the layer, because its forward may be compiled: there they are constants.
-    may_compute = State.is_active and State.computes_linears and _is_of_the_kind(layer)
+    may_compute = _may_compute(layer)
     layer.llm_comm_computes = may_compute and _wants(layer)
     layer.llm_comm_activates = may_compute and _is_gate_and_up(layer) and _wants(layer, silu_and_mul=True)
+
+
+def batches_with_rope(layer: Any) -> frozenset[int]:
+    """Return the numbers of tokens at which llm_comm is preferred for ``layer``, which computes q, k and v, with RoPE
+    and the write to the KV cache."""
+    communicator = _communicator_for(layer) if _may_compute(layer) else None
+    if communicator is None:
+        return frozenset()
+    outputs, inputs = layer.weight.shape
+    tokens = range(1, _core.rope_max_tokens + 1)
+    found = frozenset(each for each in tokens if communicator.prefers_linear_rope(outputs, inputs, each))
+    return found if found and _is_compared_with_theirs(communicator) else frozenset()
+
+
+def _may_compute(layer: Any) -> bool:
+    return State.is_active and State.computes_linears and _is_of_the_kind(layer)
 
 
 def _is_of_the_kind(layer: Any) -> bool:
@@ -136,13 +155,23 @@ def _is_gate_and_up(layer: Any) -> bool:
 
 def _wants(layer: Any, silu_and_mul: bool = False) -> bool:
     """Return whether llm_comm is preferred for ``layer``, alone or with silu-and-mul, at some number of tokens."""
-    communicator = getattr(State.group.ca_comm, "communicator", None)
-    if communicator is None or layer.weight.dtype not in (torch.bfloat16, torch.float16):
+    communicator = _communicator_for(layer)
+    if communicator is None:
         return False
     rows, inputs = layer.weight.shape
     outputs = rows // 2 if silu_and_mul else rows
-    if not prefers_some(communicator, outputs, inputs, communicator.max_preferred_tokens, silu_and_mul):
-        return False
+    is_preferred = prefers_some(communicator, outputs, inputs, communicator.max_preferred_tokens, silu_and_mul)
+    return is_preferred and _is_compared_with_theirs(communicator)
+
+
+def _communicator_for(layer: Any) -> Communicator | None:
+    """Return the group's communicator; None if it is closed or does not serve the dtype of ``layer``."""
+    communicator: Communicator | None = getattr(State.group.ca_comm, "communicator", None)
+    return communicator if layer.weight.dtype in (torch.bfloat16, torch.float16) else None
+
+
+def _is_compared_with_theirs(communicator: Communicator) -> bool:
+    """Return whether measurements of layers compare with SGLang's kernels, or need not. Say so if they do not."""
     backend = _their_backend()
     if communicator.config.fuse_linear == "auto" and backend not in _CUBLAS:
         _say_that_fuse_linear_is_off(backend)
@@ -178,7 +207,7 @@ def apply(theirs: Any, method: Any, layer: Any, x: torch.Tensor, bias: torch.Ten
     if getattr(layer, "llm_comm_computes", False):
         weight = layer.weight
         # Parameters only: the stream may still be writing a plain tensor.
-        if type(weight) is torch.nn.Parameter and type(bias) in _BIASES:
+        if type(weight) is torch.nn.Parameter and type(bias) in BIASES:
             if not torch.compiler.is_compiling():
                 result = by_llm_comm("linear", x, weight, bias)
                 if result is not None:
@@ -188,7 +217,7 @@ def apply(theirs: Any, method: Any, layer: Any, x: torch.Tensor, bias: torch.Ten
     return theirs(method, layer, x, bias)
 
 
-def by_llm_comm(operation: str, *operands: torch.Tensor | None) -> torch.Tensor | None:
+def by_llm_comm(operation: str, *operands: torch.Tensor | None, **options: Any) -> torch.Tensor | None:
     """Call ``operation`` of the group's communicator.
 
     Returns:
@@ -196,7 +225,7 @@ def by_llm_comm(operation: str, *operands: torch.Tensor | None) -> torch.Tensor 
     """
     group = State.group
     compute = None if group is None else getattr(group.ca_comm, operation, None)
-    result: torch.Tensor | None = None if compute is None else compute(*operands)
+    result: torch.Tensor | None = None if compute is None else compute(*operands, **options)
     return result
 
 
@@ -240,7 +269,7 @@ def around_fp8_scaled_mm(
         # Parameters only: the stream may still be writing a plain tensor.
         and type(weight) is torch.nn.Parameter
         and type(weight_scale) is torch.nn.Parameter
-        and type(bias) in _BIASES
+        and type(bias) in BIASES
     ):
         linear = getattr(getattr(State.group, "ca_comm", None), "linear", None)
         result = None if linear is None else linear(x, weight.t(), bias, (x_scale, weight_scale), out_dtype)

@@ -18,6 +18,7 @@ NORMS = "fused norms"
 LINEAR = "linear layers"
 FP8 = "linear layers of FP8"
 SILU_AND_MUL = "gate and up with silu-and-mul"
+ROPE = "q, k and v with RoPE and KV cache"
 INVARIANT_LINEAR = "batch-invariant linear layers"
 EXPERTS = "experts"
 FP8_EXPERTS = "experts of FP8"
@@ -33,6 +34,7 @@ LOST = {
     LINEAR: "Linear layers are SGLang's",
     FP8: "Linear layers of FP8 are SGLang's",
     SILU_AND_MUL: "Silu-and-mul of MLPs is SGLang's",
+    ROPE: "Norms of heads, RoPE and writes to the KV cache are SGLang's",
     INVARIANT_LINEAR: "Linear layers are SGLang's",
     EXPERTS: "Experts are SGLang's",
     FP8_EXPERTS: "Experts of FP8 are SGLang's",
@@ -55,6 +57,7 @@ _DISPATCHER = "sglang.srt.layers.moe.token_dispatcher.standard"
 _LLAMA = "sglang.srt.models.llama"
 _QWEN2 = "sglang.srt.models.qwen2"
 _QWEN3 = "sglang.srt.models.qwen3"
+_QWEN3_MOE = "sglang.srt.models.qwen3_moe"
 _CONTEXT = "sglang.srt.runtime_context"
 
 TIMEOUT = f"{_STATE}:_MODEL_PARALLEL_GROUP_TIMEOUT"
@@ -72,6 +75,28 @@ GATE = (
 )
 FP8_KERNEL = "sglang.srt.layers.quantization.fp8_utils:fp8_scaled_mm"
 _NEW_FUSIONS = f"{NEW_BOUNDARIES}.fusions.allreduce"
+UNQUANTIZED_LINEAR = f"{_UNQUANTIZED}:UnquantizedLinearMethod"
+#: Attention layers whose ``forward`` is the layer of q, k and v, then norms of heads or none, RoPE, attention and the
+#: output projection.
+ATTENTIONS = (
+    f"{_LLAMA}:LlamaAttention",
+    "sglang.srt.models.mixtral:MixtralAttention",
+    f"{_QWEN2}:Qwen2Attention",
+    "sglang.srt.models.qwen2_moe:Qwen2MoeAttention",
+    f"{_QWEN3}:Qwen3Attention",
+    f"{_QWEN3_MOE}:Qwen3MoeAttention",
+)
+QKV = f"{_LINEAR}:QKVParallelLinear"
+RADIX_ATTENTION = "sglang.srt.layers.radix_attention:RadixAttention"
+KV_POOL = "sglang.srt.mem_cache.memory_pool:MHATokenToKVPool"
+_BACKENDS = "sglang.srt.layers.attention"
+#: Attention backends that read k and v of a decode step from the KV cache alone.
+BACKENDS = (
+    f"{_BACKENDS}.flashattention_backend:FlashAttentionBackend",
+    f"{_BACKENDS}.flashinfer_backend:FlashInferAttnBackend",
+    f"{_BACKENDS}.triton_backend:TritonAttnBackend",
+)
+_ROTARY = "sglang.srt.layers.rotary_embedding.base:RotaryEmbedding"
 
 
 def _option(name: str, group: str) -> str:
@@ -187,8 +212,8 @@ ROWS = (
         where=_OLD_LLAMA,
     ),
     # Linear layers before and after norms that include the all-reduce.
-    Row(LINEAR, f"{_UNQUANTIZED}:UnquantizedLinearMethod.apply", patch=f"{_OURS}.linear:apply"),
-    Row(LINEAR, f"{_UNQUANTIZED}:UnquantizedLinearMethod.create_weights", patch=f"{_OURS}.linear:create_weights"),
+    Row(LINEAR, f"{UNQUANTIZED_LINEAR}.apply", patch=f"{_OURS}.linear:apply"),
+    Row(LINEAR, f"{UNQUANTIZED_LINEAR}.create_weights", patch=f"{_OURS}.linear:create_weights"),
     *digest_rows(
         LINEAR,
         f"{_UNQUANTIZED}:get_bf16_gemm_backend",
@@ -210,11 +235,30 @@ ROWS = (
         "sglang.srt.layers.activation:SiluAndMul.forward_cuda",
     ),
     *named_rows(SILU_AND_MUL, f"{_CONTEXT}:get_forward"),
-    Row(
-        INVARIANT_LINEAR,
-        f"{_UNQUANTIZED}:UnquantizedLinearMethod.apply",
-        patch=f"{_OURS}.invariant_linear:around_apply",
+    # Attention layers. The hook bypasses what is between the input and the attention backend.
+    *(Row(ROPE, f"{attention}.forward", patch=f"{_OURS}.attention:around_forward") for attention in ATTENTIONS),
+    *digest_rows(
+        ROPE,
+        f"{_LLAMA}:LlamaAttention.forward_prepare_native",
+        f"{_QWEN3}:Qwen3Attention.forward_prepare_native",
+        *(
+            f"{_QWEN3_MOE}:Qwen3MoeAttention.{name}"
+            for name in ("forward_prepare", "forward_prepare_native", "apply_qk_norm_rope", "forward_core")
+        ),
+        "sglang.srt.models.utils:apply_qk_norm",
+        "sglang.srt.layers.layernorm:RMSNorm",
+        f"{QKV}.__init__",
+        f"{_LINEAR}:ColumnParallelLinear.forward",
+        f"{_ROTARY}.forward_cuda",
+        f"{_ROTARY}._compute_cos_sin_cache",
+        f"{RADIX_ATTENTION}.forward",
+        f"{KV_POOL}.set_kv_buffer",
+        f"{KV_POOL}._store_kv_layer",
+        f"{KV_POOL}.get_kv_buffer",
+        *(f"{backend}.forward_decode" for backend in BACKENDS),
     ),
+    *named_rows(ROPE, f"{_CONTEXT}:get_exec", "sglang.srt.model_executor.forward_context:get_attn_backend"),
+    Row(INVARIANT_LINEAR, f"{UNQUANTIZED_LINEAR}.apply", patch=f"{_OURS}.invariant_linear:around_apply"),
     Row(EXPERTS, f"{_UNQUANTIZED}:UnquantizedFusedMoEMethod.apply", patch=f"{_OURS}.experts:around_apply"),
     *digest_rows(
         EXPERTS,
@@ -264,5 +308,5 @@ def _install(symbol: str, patch: Callable[..., Any]) -> None:
         raise RuntimeError(f"{target} cannot be hooked")
 
 
-NEEDS = {FP8: LINEAR, SILU_AND_MUL: LINEAR, FP8_EXPERTS: EXPERTS}
+NEEDS = {FP8: LINEAR, SILU_AND_MUL: LINEAR, ROPE: LINEAR, FP8_EXPERTS: EXPERTS}
 TABLE = Table("SGLang", "sglang", ROWS, LOST, Path(__file__).with_name("digests.json"), _install, NEEDS)

@@ -87,7 +87,11 @@ class LlmCommCommunicator(CudaCommunicator):  # type: ignore[misc]
         self.max_linear_tokens = 0
         #: Whether this communicator computes linear layers in batch-invariant mode (``invariant_linear.py``).
         self.computes_all_batches = False
-        #: Hash over everything that ``prefers_linear`` and ``prefers_linear_silu_and_mul`` depend on.
+        #: Largest batch, in tokens, whose compiled graphs have llm_comm's operators for qkv layers with their rotary
+        #: embedding; 0: none have.
+        self.max_rope_tokens = 0
+        #: Key of everything that the choice of layers in compiled graphs depends on: the ``prefers_linear*`` methods,
+        #: and ``max_rope_tokens``.
         self.linear_key = ""
         self._sums = self._kind in configuration.GROUPS
         if self.world_size > 1 and (self._sums or configuration.only_gathers(self._kind)):
@@ -191,6 +195,16 @@ class LlmCommCommunicator(CudaCommunicator):  # type: ignore[misc]
         first = linear.FIRST_ACTIVATED[LINEAR_GELU_TANH_AND_MUL]
         return self._try_layer(Communicator.try_linear_gelu_tanh_and_mul, first, *operands)
 
+    def linear_rope(
+        self, x: torch.Tensor, weight: torch.Tensor, positions: torch.Tensor, cos_sin: torch.Tensor, **options: Any
+    ) -> torch.Tensor | None:
+        """Compute ``Communicator.linear_rope`` on this rank, or return None if declined or not preferred."""
+        outputs, inputs = weight.shape
+        if self._llm_comm is None or not self._llm_comm.prefers_linear_rope(outputs, inputs, len(x)):
+            return None
+        operands = {"positions": positions, "cos_sin": cos_sin, **options}
+        return self._try_linear(Communicator.try_linear_rope, x, weight, linear.FIRST_ROPE, **operands)
+
     def _try_layer(
         self,
         attempt: Callable[..., torch.Tensor | None],
@@ -223,6 +237,14 @@ class LlmCommCommunicator(CudaCommunicator):  # type: ignore[misc]
         """Return whether llm_comm is preferred for gate and up with their activation, at some batch size up to
         ``max_linear_tokens``. ``outputs`` is the number of outputs of gate alone."""
         return self._prefers(outputs, inputs, silu_and_mul=True, fp8=fp8, block_scales=block_scales)
+
+    def prefers_linear_rope(self, outputs: int, inputs: int) -> bool:
+        """Return whether llm_comm is preferred for a qkv layer with its rotary embedding, at some batch size up to
+        ``max_rope_tokens``."""
+        communicator, batches = self._llm_comm, range(1, self.max_rope_tokens + 1)
+        if communicator is None:
+            return False
+        return any(communicator.prefers_linear_rope(outputs, inputs, tokens) for tokens in batches)
 
     def prefers_blocks(self, outputs: int, inputs: int, tokens: int, silu_and_mul: bool) -> bool:
         """Return whether llm_comm is preferred for an FP8 layer with block scales at this number of tokens."""
@@ -385,7 +407,7 @@ class LlmCommCommunicator(CudaCommunicator):  # type: ignore[misc]
             about_theirs = fusion.keep_theirs(serves_theirs)
             return f"; not fused with RMSNorm: {why_not}{about_linear}{about_theirs}"
         about_linear = self._set_up_linear(communicator)
-        fusion.prepare_compiler(self.fused_sizes, self.max_linear_tokens, self.linear_key)
+        fusion.prepare_compiler(self.fused_sizes, self.max_linear_tokens, self.linear_key, self.max_rope_tokens)
         self.fuses = True
         sizes = descriptions.AT_EVERY_SIZE if communicator.config.batch_invariant_norm == "llm_comm" else ""
         return f"; fused with RMSNorm in compiled graphs{sizes}{about_linear}{fusion.keep_theirs(False)}"
@@ -458,7 +480,27 @@ class LlmCommCommunicator(CudaCommunicator):  # type: ignore[misc]
                 largest = descriptions.format_bytes(self.fused_sizes[0].last)
                 why_not = f"norms are fused up to {largest}, less than a token has"
         self.max_linear_tokens, self.linear_key = tokens, compiled_graphs.preferred_layers(communicator)
+        self._set_up_rope(communicator)
         return linear.about_linear(communicator, "vLLM", why_not, self.max_linear_tokens) + found
+
+    def _set_up_rope(self, communicator: Communicator) -> None:
+        """Choose which compiled graphs get the operator of qkv layers with their rotary embedding, alike on all
+        ranks."""
+        self.max_rope_tokens, tokens = 0, min(communicator.max_preferred_rope_tokens, self.max_linear_tokens)
+        if tokens == 0:
+            return
+        why_not = self._objection(fusion.why_not_rope(), seams.ROPE)
+        if why_not is not None:
+            logger.debug("llm_comm: rotary embeddings are left alone: %s", why_not)
+            return
+        from llm_comm.integrations.vllm import rope
+
+        self.max_rope_tokens, self.linear_key = tokens, f"{self.linear_key} rope {tokens}"
+        why_not = fusion.why_not_cache_writes()  # a rank without them computes the same
+        if why_not is None:
+            rope.activate_writes()
+        else:
+            logger.debug("llm_comm: keys and values are written by vLLM: %s", why_not)
 
 
 def _show_log() -> None:

@@ -31,6 +31,8 @@ _SOURCES = (
     "graph_layers.py",
     "linear_passes.py",
     "operators.py",
+    "rope.py",
+    "rope_pass.py",
 )
 
 
@@ -59,25 +61,28 @@ def value(fused_sizes: Sequence[Sizes], max_linear_tokens: int, linear_key: str)
     Args:
         fused_sizes: Sizes of messages, in bytes, whose all-reduces are fused with norms.
         max_linear_tokens: Largest batch, in tokens, whose linear layers llm_comm may compute; 0: vLLM computes all.
-        linear_key: ``preferred_layers`` of the group whose all-reduces are fused.
+        linear_key: ``preferred_layers`` of the group whose all-reduces are fused, and its ``max_rope_tokens``.
     """
     key = f"{digest_of_sources()} {[tuple(sizes) for sizes in fused_sizes]}"
     # With 0 no linear layer is replaced, so the tables and options of linear layers change no graph.
     return key if max_linear_tokens == 0 else f"{key} {max_linear_tokens} {linear_key}"
 
 
-def new_endpoints(vllm_config: Any, fused_sizes: Sequence[Sizes], max_linear_tokens: int) -> list[int]:
+def new_endpoints(
+    vllm_config: Any, fused_sizes: Sequence[Sizes], max_linear_tokens: int, max_rope_tokens: int = 0
+) -> list[int]:
     """Return endpoints, in tokens, that llm_comm adds to vLLM's compile ranges; [] if one graph serves all batches.
 
     Args:
         vllm_config: vLLM's configuration.
         fused_sizes: Sizes of messages, in bytes, whose all-reduces are fused with norms.
         max_linear_tokens: Largest batch, in tokens, whose linear layers llm_comm may compute; 0: vLLM computes all.
+        max_rope_tokens: Largest batch, in tokens, whose qkv layers it may compute with their rotary embedding; 0: none.
     """
     endpoints = vllm_config.compilation_config.compile_ranges_endpoints
     if not endpoints:
         return []
-    found = {max_linear_tokens} if max_linear_tokens > 0 else set()
+    found = {max_linear_tokens, max_rope_tokens} - {0}
     for tokens in fused_tokens(vllm_config, fused_sizes) or ():
         found |= {tokens.first - 1, tokens.last} - {0, 1}  # a graph for one token only is not worth its compilation
     return sorted(tokens for tokens in found if 0 < tokens < endpoints[-1])  # the last is vLLM's largest batch

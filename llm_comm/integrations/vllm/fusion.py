@@ -140,6 +140,24 @@ def _import_linear_passes() -> None:
     from llm_comm.integrations.vllm import linear_passes  # noqa: F401
 
 
+def why_not_rope() -> str | None:
+    """Return the reason why llm_comm cannot compute qkv layers with their rotary embedding, or None."""
+    return TABLE.attempt(seams.ROPE, _import_rope_pass)
+
+
+def _import_rope_pass() -> None:
+    # Import before the vote, as for linear layers. It also defines the operator for graphs from vLLM's cache.
+    from llm_comm.integrations.vllm import rope_pass  # noqa: F401
+
+
+def why_not_cache_writes() -> str | None:
+    """Replace vLLM's cache write of FlashAttention, and return the reason why not, or None.
+
+    The replacement calls vLLM's write until ``rope.activate_writes``, and where llm_comm has not written.
+    """
+    return TABLE.attempt(seams.CACHE_WRITES)
+
+
 def why_not_invariant_linear() -> str | None:
     """Replace vLLM's method for unquantized layers in batch-invariant mode, and return the reason why not, or None.
 
@@ -194,7 +212,9 @@ def max_linear_tokens(communicator: Communicator, fused_sizes: Sequence[Sizes]) 
     return preferred if fused is None else min(preferred, fused[0].last)
 
 
-def prepare_compiler(fused_sizes: Sequence[Sizes], max_linear_tokens: int, linear_key: str) -> None:
+def prepare_compiler(
+    fused_sizes: Sequence[Sizes], max_linear_tokens: int, linear_key: str, max_rope_tokens: int
+) -> None:
     """Have vLLM compile separate graphs for batches that are fused and for others, with a cache key of their own.
 
     In one graph for all batches, those that are not fused would call the operators too. An operator that declines runs
@@ -203,13 +223,14 @@ def prepare_compiler(fused_sizes: Sequence[Sizes], max_linear_tokens: int, linea
     Args:
         fused_sizes: Sizes of messages, in bytes, whose all-reduces are fused with norms.
         max_linear_tokens: Largest batch of linear layers by llm_comm, in tokens; 0: vLLM computes all of them.
-        linear_key: ``compiled_graphs.preferred_layers`` of the group whose all-reduces are fused.
+        linear_key: Key of everything that the choice of layers depends on, ``linear_key`` of the group's communicator.
+        max_rope_tokens: Largest batch of qkv layers with rotary embedding by llm_comm, in tokens; 0: none.
     """
     vllm_config = get_current_vllm_config_or_none()
     # vLLM's cache key is a hash of its configuration. additional_config is the part of it that plugins may change.
     mark = {compiled_graphs.MARK: compiled_graphs.value(fused_sizes, max_linear_tokens, linear_key)}
     vllm_config.additional_config = {**vllm_config.additional_config, **mark}
-    endpoints = compiled_graphs.new_endpoints(vllm_config, fused_sizes, max_linear_tokens)
+    endpoints = compiled_graphs.new_endpoints(vllm_config, fused_sizes, max_linear_tokens, max_rope_tokens)
     if endpoints:
         compilation = vllm_config.compilation_config
         compilation.compile_ranges_endpoints = sorted({*compilation.compile_ranges_endpoints, *endpoints})

@@ -180,7 +180,12 @@ def _linear_passes(config: VllmConfig) -> list[Any]:
     """
     from llm_comm.integrations.vllm.linear_passes import ColumnLinearPass, LinearNormPass
 
-    return [LinearNormPass(config), ColumnLinearPass(config)]
+    passes = [LinearNormPass(config), ColumnLinearPass(config)]
+    if get_tp_group().device_communicator.max_rope_tokens > 0:
+        from llm_comm.integrations.vllm.rope_pass import RopePass
+
+        passes.insert(1, RopePass(config))  # ahead of the pass that would take the qkv layers alone
+    return passes
 
 
 def _makes_norms(config: VllmConfig, there: list[str]) -> list[Any]:

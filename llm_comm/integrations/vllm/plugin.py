@@ -7,7 +7,7 @@ with the V1 and the V2 model runner. All-gathers and reduce-scatters end in meth
 (``gathering.py``).
 
 The platform also names the pass manager of vLLM's compiler. If norms are fused, ``choose_pass_manager`` names a
-subclass with up to three more passes (``fusion_pass.py``), and vLLM's own fusion of all-reduces with norms is off.
+subclass with up to four more passes (``fusion_pass.py``), and vLLM's own fusion of all-reduces with norms is off.
 
 ``seams.py`` lists the symbols of vLLM that llm_comm replaces or relies on.
 

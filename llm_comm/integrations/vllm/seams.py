@@ -12,6 +12,8 @@ SLEEP = "sleep mode"
 THEIR_FUSION = "vLLM's own fused norms"
 NORMS = "fused norms in compiled graphs"
 LINEAR = "fused linear layers"
+ROPE = "qkv layers with rotary embedding"
+CACHE_WRITES = "cache writes of qkv layers"
 INVARIANT_LINEAR = "batch-invariant linear layers"
 EAGER_NORMS = "fused norms outside compiled graphs"
 EXPERTS = "experts"
@@ -25,6 +27,8 @@ LOST = {
     THEIR_FUSION: "vLLM's fusion of all-reduces with norms stays as it is",
     NORMS: "All-reduces are fused with norms only where vLLM's own passes do so",
     LINEAR: "Linear layers are vLLM's",
+    ROPE: "Rotary embeddings are vLLM's",
+    CACHE_WRITES: "Keys and values are written by vLLM",
     INVARIANT_LINEAR: "Linear layers are vLLM's",
     EAGER_NORMS: "Norms of models that vLLM does not compile are vLLM's",
     EXPERTS: "Experts are vLLM's",
@@ -37,6 +41,8 @@ _PLATFORM = "vllm.platforms.cuda:CudaPlatformBase"
 _GROUP = "vllm.distributed.parallel_state:GroupCoordinator"
 _PASSES = "vllm.compilation.passes"
 _LINEAR = "vllm.model_executor.layers.linear"
+_ATTENTION = "vllm.model_executor.layers.attention.attention"
+_FLASH_ATTENTION = "vllm.v1.attention.backends.flash_attn"
 _MOE = "vllm.model_executor.layers.fused_moe"
 _FP8_METHOD = "vllm.model_executor.layers.quantization.fp8:Fp8MoEMethod"
 
@@ -159,6 +165,48 @@ ROWS = (
     # Linear layers in compiled graphs. They also need all rows of NORMS (``NEEDS``).
     *digest_rows(LINEAR, f"{_PASSES}.fusion.matcher_utils:MatcherSiluAndMul", "vllm._custom_ops:cutlass_scaled_mm"),
     *named_rows(LINEAR, "vllm.config:VllmConfig.offload_config", "vllm.utils.deep_gemm:is_deep_gemm_e8m0_used"),
+    # Qkv layers with their rotary embedding. They also need all rows of LINEAR.
+    *digest_rows(
+        ROPE,
+        "vllm._custom_ops:rotary_embedding",
+        # Takes q and k with any strides, and makes heads of them before its operators.
+        f"{_ATTENTION}:Attention.forward",
+    ),
+    *named_rows(
+        ROPE,
+        "vllm.config:CUDAGraphMode",
+        "vllm.forward_context:get_forward_context",
+        "vllm.forward_context:is_forward_context_available",
+        "vllm.v1.attention.backend:AttentionType.DECODER",
+    ),
+    Row(
+        CACHE_WRITES,
+        f"{_FLASH_ATTENTION}:FlashAttentionImpl.do_kv_cache_update",
+        patch=f"{_OURS}.rope:do_kv_cache_update",
+    ),
+    *digest_rows(
+        CACHE_WRITES,
+        f"{_ATTENTION}:get_attention_context",
+        f"{_ATTENTION}:unified_kv_cache_update",
+    ),
+    *named_rows(
+        CACHE_WRITES,
+        *(
+            f"vllm.forward_context:ForwardContext.{name}"
+            for name in ("slot_mapping", "no_compile_layers", "cudagraph_runtime_mode")
+        ),
+        *(
+            f"{_ATTENTION}:Attention.{name}"
+            for name in (
+                "layer_name",
+                "kv_cache",
+                "kv_cache_dtype",
+                "head_size",
+                "impl",
+                "kv_sharing_target_layer_name",
+            )
+        ),
+    ),
     Row(
         INVARIANT_LINEAR,
         f"{_LINEAR}:UnquantizedLinearMethod.apply",
@@ -227,5 +275,5 @@ ROWS = (
 )
 
 #: Linear layers need the norms' feature: the pass manager that it replaces also runs the passes of linear layers.
-NEEDS = {LINEAR: NORMS, FP8_EXPERTS: EXPERTS}
+NEEDS = {LINEAR: NORMS, ROPE: LINEAR, CACHE_WRITES: ROPE, FP8_EXPERTS: EXPERTS}
 TABLE = Table("vLLM", "vllm", ROWS, LOST, Path(__file__).with_name("digests.json"), replace, NEEDS)

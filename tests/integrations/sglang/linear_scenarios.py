@@ -80,6 +80,7 @@ def make_layers() -> Any:
         "RowParallelLinear",
         "ColumnParallelLinear",
         "MergedColumnParallelLinear",
+        "QKVParallelLinear",
         *groups,
         **{name: getattr(distributed_package, name) for name in names},
         msgspec=importlib.import_module("msgspec"),

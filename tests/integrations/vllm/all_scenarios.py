@@ -7,6 +7,7 @@ import experts_scenarios
 import fusion_scenarios
 import gather_scenarios
 import linear_scenarios
+import rope_scenarios
 import scaled_scenarios
 import scenarios
 import vllm.logger
@@ -15,7 +16,7 @@ from scenarios import plugin
 from vllm.config import VllmConfig
 from warm_compiler import warm_up
 
-COMPILED = (column_scenarios, fusion_scenarios, linear_scenarios, scaled_scenarios)
+COMPILED = (column_scenarios, fusion_scenarios, linear_scenarios, rope_scenarios, scaled_scenarios)
 FILES = (*COMPILED, experts_scenarios, gather_scenarios, scenarios)
 
 

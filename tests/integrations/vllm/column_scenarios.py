@@ -172,7 +172,7 @@ def a_bias_that_inductor_has_taken_apart_goes_with_its_layer() -> None:
         ):
             replace.side_effect = lambda _, node, __: targets.append(node.args[0].target) or mock.DEFAULT
             vllm.check(vllm.compile(model), model)
-        assert targets == [torch.ops.aten.add.Tensor], targets
+        assert set(targets) == {torch.ops.aten.add.Tensor}, targets  # in graphs of two ranges of batches
         assert [name for name, *_ in vllm.column_calls] == ["linear_silu_and_mul"], vllm.column_calls
 
 

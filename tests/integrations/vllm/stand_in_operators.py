@@ -134,6 +134,28 @@ def cutlass_scaled_mm(
     out.copy_(y if bias is None else y + bias.float())
 
 
+def rotary_embedding(
+    positions: torch.Tensor,
+    query: torch.Tensor,
+    key: torch.Tensor | None,
+    head_size: int,
+    cos_sin_cache: torch.Tensor,
+    is_neox: bool,
+    rope_dim_offset: int = 0,
+    inverse: bool = False,
+) -> None:
+    assert (rope_dim_offset, inverse) == (0, False)
+    cos, sin = cos_sin_cache[positions].unsqueeze(-2).chunk(2, -1)
+    for x in (query, key):
+        if x is None:
+            continue
+        rotated = x.view(len(positions), -1, head_size)[..., : cos_sin_cache.shape[1]]
+        one, other = rotated.chunk(2, -1) if is_neox else (rotated[..., ::2], rotated[..., 1::2])
+        first, second = one * cos - other * sin, other * cos + one * sin
+        one.copy_(first)
+        other.copy_(second)
+
+
 def no(cuda_device_capability: int) -> bool:
     return False
 
@@ -149,6 +171,7 @@ KERNELS = (
     per_token_group_fp8_quant,
     static_scaled_fp8_quant,
     rms_norm_static_fp8_quant,
+    rotary_embedding,
     silu_and_mul,
 )
 for kernel in KERNELS:
