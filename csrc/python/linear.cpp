@@ -8,7 +8,7 @@
 #include <string>
 #include <tuple>
 
-#include "algorithms/linear/rope.h"
+#include "host/core.h"  // rope::Problem
 #include "python/data_type_at.h"
 
 namespace py = pybind11;

@@ -93,7 +93,7 @@ class LinearRope(FewTokens):
             keys, values, slots = options.cache
             strides = keys.stride()[:3], values.stride()[:3]
             cache = (*keys.shape[:2], len(slots), slots.dtype is torch.int64, *strides)
-        problem = {
+        problem: dict[str, Any] = {
             "tokens": tokens,
             "inputs": inputs,
             "outputs": len(weight),
@@ -132,8 +132,8 @@ class LinearRope(FewTokens):
         self, x: torch.Tensor, weight: torch.Tensor, positions: torch.Tensor, cos_sin: torch.Tensor, options: Options
     ) -> str:
         """Return why the operands do not go together, or ""."""
-        given = {"x": x, "weight": weight, "cos_sin": cos_sin}
-        vectors = {"positions": positions, "bias": options.bias}
+        given: dict[str, Any] = {"x": x, "weight": weight, "cos_sin": cos_sin}
+        vectors: dict[str, Any] = {"positions": positions, "bias": options.bias}
         for name, parts in (("norm_weights", options.norm_weights), ("cache", options.cache)):
             size = 2 if name == "norm_weights" else 3
             if parts is not None and (not isinstance(parts, tuple) or len(parts) != size):
@@ -152,11 +152,12 @@ class LinearRope(FewTokens):
                 f"tokens, and multiples of {_core.linear_multiple} of the others"
             )
         for name in ("head_size", "kv_heads"):
-            number = getattr(options, name)
+            number: Any = getattr(options, name)
             if not isinstance(number, int) or isinstance(number, bool) or not 1 <= number <= len(weight):
                 return f"{name} is {quoted(number)}; it must be a number from 1 to {len(weight)}"
-        if not isinstance(options.interleaved, bool):
-            return f"interleaved is {quoted(options.interleaved)}; it must be true or false"
+        interleaved: Any = options.interleaved
+        if not isinstance(interleaved, bool):
+            return f"interleaved is {quoted(interleaved)}; it must be true or false"
         if not isinstance(options.eps, (int, float)) or isinstance(options.eps, bool) or not 0 <= options.eps < 1:
             return f"eps is {quoted(options.eps)}; it must be a number from 0 to 1"
         sizes = {"weight": weight.shape[1], "positions": len(positions)}

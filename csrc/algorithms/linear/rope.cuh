@@ -196,8 +196,8 @@ class RopePair {
     if (!exists()) return;
     LLM_COMM_UNROLL(2)
     for (uint32_t i = 0; i < 2; ++i) {
-      if (args_.bias != nullptr) bias_[i] = load_plain(args_.bias + head_ * head_size() + output_[i]);
-      if (is_normed()) norm_weight_[i] = load_plain(args_.norm_weights[head_ < args_.q_heads ? 0 : 1] + output_[i]);
+      if (args_.bias != nullptr) bias_[i] = args_.bias[head_ * head_size() + output_[i]];
+      if (is_normed()) norm_weight_[i] = args_.norm_weights[head_ < args_.q_heads ? 0 : 1][output_[i]];
     }
   }
 
@@ -217,7 +217,7 @@ class RopePair {
       if (args_.has_fp32_angles) {
         angles_[i] = load_plain(static_cast<const float*>(args_.angles) + at);
       } else {
-        angles_[i] = E::value(load_plain(static_cast<const uint16_t*>(args_.angles) + at));
+        angles_[i] = E::value(static_cast<const uint16_t*>(args_.angles)[at]);
       }
     }
   }
@@ -272,8 +272,8 @@ class RopePair {
     LLM_COMM_UNROLL(2)
     for (uint32_t i = 0; i < 2; ++i) {
       const uint16_t bits = E::round(value_[i]);
-      store_plain(out + output_[i], bits);
-      if (cached != nullptr) store_plain(cached + output_[i], bits);
+      out[output_[i]] = bits;
+      if (cached != nullptr) cached[output_[i]] = bits;
     }
   }
 
