@@ -12,6 +12,7 @@ from llm_comm import _core
 from llm_comm.errors import UnsupportedInputError, quoted
 from llm_comm.operations.one_rank import FewTokens, aligned
 from llm_comm.operations.operands import Operands, attempt, why_not_operand
+from llm_comm.operations.operation import keep
 from llm_comm.planning.layers import is_measured, takes_features
 
 #: Tokens, and outputs of a layer, up to which the kernel was faster on H200 than others for the layer alone and
@@ -113,7 +114,16 @@ class LinearRope(FewTokens):
         def prepare(counter: _core.Counter) -> Any:
             return self._handle.core().prepare_rope(_core.RopeProblem(**problem), counter=counter)
 
-        return self._prepare(tuple(problem.values()), x.nbytes, prepare)
+        # Whoever asks counts a decline.
+        key = tuple(problem.values())
+        run = self._prepared.get(key)
+        if run is None:
+            try:
+                run = self._counted(self.name, x.nbytes, prepare)
+            except ValueError as error:
+                raise UnsupportedInputError(f"{self.name}: {error}") from error
+            keep(self._prepared, key, run)
+        return run
 
     def why_not(
         self, x: torch.Tensor, weight: torch.Tensor, positions: torch.Tensor, cos_sin: torch.Tensor, options: Options
@@ -140,6 +150,8 @@ class LinearRope(FewTokens):
                 return f"{name} is {quoted(parts)}; it must be None or a tuple of {size} tensors"
         norms, (keys, values, vectors["slots"]) = options.norm_weights or _NO_NORMS, options.cache or _NO_CACHE
         vectors |= dict(zip(("q_norm_weight", "k_norm_weight"), norms, strict=True))
+        if (norms[0] is None) != (norms[1] is None) or (options.norm_weights is not None and norms[0] is None):
+            return "norm_weights has a None; q and k both have norms, or neither has"
         vectors = {name: tensor for name, tensor in vectors.items() if tensor is not None}
         like_x = ("weight", "bias", "q_norm_weight", "k_norm_weight")
         why = self._why_not_tensors(given | vectors, dict.fromkeys(vectors, 1), like_x, {})
@@ -179,6 +191,8 @@ class LinearRope(FewTokens):
     def _why_not_cache(self, x: torch.Tensor, keys: Any, values: Any, slots: Any, options: Options) -> str:
         if slots is None:
             return "cache has no slots"
+        if len(slots) == 0:
+            return "slots is empty: give no cache"
         for name, part in (("key_cache", keys), ("value_cache", values)):
             if not isinstance(part, torch.Tensor):
                 return f"{name} is a {type(part).__name__}, not a tensor"
@@ -229,8 +243,9 @@ class RopeLayers:
         Args:
             x: [tokens, inputs], contiguous, bfloat16 or float16, 1 to 32 tokens; ``inputs`` is a multiple of 64.
             weight: [outputs, inputs], contiguous, of the dtype of ``x``: rows of the heads of q, then of ``kv_heads``
-                heads of k and as many of v. It begins at a multiple of 16 bytes, as new tensors do. The kernel reads it
-                and ``bias`` before earlier kernels of the stream have ended: none of them may write these.
+                heads of k and as many of v. It begins at a multiple of 16 bytes, as new tensors do. The kernel reads
+                it, ``bias`` and ``norm_weights`` before earlier kernels of the stream have ended: none of them may
+                write these.
             positions: [tokens], contiguous, int64 or int32. A token whose position is no row of ``cos_sin`` gets NaN.
             cos_sin: [rows, rotary_size], contiguous, of the dtype of ``x`` or float32: cosines, then sines of a
                 position's ``rotary_size / 2`` angles, as in vLLM and SGLang. ``rotary_size`` is a multiple of 16 that

@@ -314,6 +314,8 @@ def call_the_method() -> dict[str, int]:
         found = comm.try_linear_rope(**plain)
         assert torch.equal(found, run(of._replace(norms=None, cache=None, bias=None)))
         counted = {calls.operation: calls.calls for calls in comm.stats().calls}
+        assert comm.try_linear_rope(**{**given, "kv_heads": 2, "cache": None}) is None
+        assert [declined.count for declined in comm.stats().declined if declined.operation == "linear_rope"] == [1]
         assert not comm.prefers_linear_rope(1280, 8192, 1)  # not measured here
     with pytest.raises(RuntimeError):
         comm.accepts_linear_rope(**given)
@@ -345,6 +347,10 @@ def wrong_arguments() -> list[tuple[dict[str, Any], str]]:
         ({"bias": torch.zeros(8, dtype=BF16)}, "bias: 8, it must be 256"),
         ({"norm_weights": of.norms[0]}, "it must be None or a tuple of 2 tensors"),
         ({"norm_weights": (of.norms[0], of.norms[1][:8])}, "k_norm_weight: 8, it must be 64"),
+        ({"norm_weights": (of.norms[0], None)}, "norm_weights has a None"),
+        ({"norm_weights": (None, None)}, "norm_weights has a None"),
+        ({"cache": (keys, values, slots[:0])}, "slots is empty: give no cache"),
+        ({"cache": (keys, values, None)}, "cache has no slots"),
         ({"head_size": 0}, "head_size is 0; it must be a number from 1 to 256"),
         ({"head_size": True}, "head_size is True"),
         ({"kv_heads": 2, "cache": None}, "2 heads of k and as many of v, of 4 heads"),

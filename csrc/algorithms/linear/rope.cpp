@@ -80,13 +80,14 @@ Choice choose(const Problem& problem, const Choice& wanted, uint32_t sm_count, u
   if (choice.block_rows == 0) {
     // The fewest rows with which each multiprocessor has at most one block.
     for (uint32_t rows = kTileRows; rows <= kMaxBlockRows; rows += kTileRows) {
-      if (!fits(problem, rows)) continue;
+      if (!fits(problem, rows) || shared_bytes(problem, {rows, 1}) > max_shared_bytes) continue;
       choice.block_rows = rows;
       if (problem.outputs / rows <= sm_count) break;
     }
     if (choice.block_rows == 0) {
-      refuse("norms of heads of " + text(problem.head_size) + " outputs, of which " + text(problem.rotary_size) +
-             " rotate, are for fewer than " + text(problem.tokens) + " tokens, if any");
+      refuse((problem.has_norms ? "norms of heads of " : "heads of ") + text(problem.head_size) +
+             " outputs, of which " + text(problem.rotary_size) + " rotate, are for fewer than " + text(problem.tokens) +
+             " tokens, or this device has too little memory for a " + "block: " + text(max_shared_bytes) + " bytes");
     }
   }
   if (choice.block_rows == 0 || choice.block_rows > kMaxBlockRows || choice.block_rows % kTileRows != 0 ||
