@@ -11,7 +11,7 @@ import torch
 from llm_comm import _core
 from llm_comm.errors import UnsupportedInputError, quoted
 from llm_comm.operations.one_rank import FewTokens, aligned
-from llm_comm.operations.operands import Operands, attempt, why_not_operand
+from llm_comm.operations.operands import Operands, attempt, count_write, why_not_operand
 from llm_comm.operations.operation import keep
 from llm_comm.planning.layers import is_measured, takes_features
 
@@ -66,6 +66,7 @@ class LinearRope(FewTokens):
         out = x.new_empty((len(x), len(weight)))
         operands = x, weight, bias, out, positions, cos_sin, *norms, key_cache, value_cache, slots
         self._enqueue(run, *(0 if tensor is None else tensor.data_ptr() for tensor in operands))
+        count_write(tuple(cache for cache in (key_cache, value_cache) if cache is not None))
         return out
 
     def prefers(self, outputs: int, inputs: int, tokens: int) -> bool:

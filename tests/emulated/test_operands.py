@@ -81,6 +81,9 @@ def cases(world: int) -> list[Case]:
     experts = {"x": rows(), "gate_up_weight": ones(2, 128, FEATURES), "down_weight": ones(2, FEATURES, 64)}
     experts |= {"topk_weights": torch.ones(ROWS, 1), "topk_ids": torch.ones(ROWS, 1, dtype=torch.int32)}
     routed = {"x": rows(), "router_weight": ones(4, FEATURES), "bias": ones(4)}
+    qkv = {"x": rows(), "weight": ones(192, FEATURES), "bias": ones(192)}
+    qkv |= {"positions": torch.zeros(ROWS, dtype=torch.int64), "cos_sin": torch.ones(1, 64)}
+    of_heads = {"head_size": 64, "kv_heads": 1}
     none = torch.full((world * ROWS, 1), -1, dtype=torch.int32)  # no expert: all ranks agree
     tokens = {"x": rows(), "topk_ids": none[:ROWS], "topk_weights": torch.ones(ROWS, 1)}
     made = {"y": ones(world * ROWS, FEATURES), "ids": none, "topk_ids": none[:ROWS]}
@@ -123,6 +126,8 @@ def cases(world: int) -> list[Case]:
         Case("try_fused_experts", experts, has_operator=False),
         Case("moe_route", routed, options={"top_k": 1}, has_operator=False),
         Case("try_moe_route", routed, options={"top_k": 1}, has_operator=False),
+        Case("linear_rope", qkv, options=of_heads, has_operator=False),
+        Case("try_linear_rope", qkv, options=of_heads, has_operator=False),
         Case("moe_dispatch", {**tokens, "x_scales": torch.ones(ROWS, 3)}, options=of_experts, has_operator=False),
         Case("try_moe_dispatch", tokens, options=of_experts, has_operator=False),
         Case("moe_combine", {**made, "out": rows()}, out, options=of_experts, has_operator=False),
@@ -386,6 +391,7 @@ KNOW_ADDRESSES = {
     "bench/layer_chains.py",
     "emulated.py",  # in a text
     "integrations/linear.py",  # alignment of a weight
+    "integrations/vllm/rope.py",  # whether two tensors are the same memory
     "nodes/*.py",  # run behind the operations of nodes
     "runtime/channels.py",
     "runtime/self_test.py",

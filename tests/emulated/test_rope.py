@@ -307,9 +307,14 @@ def call_the_method() -> dict[str, int]:
         assert comm.accepts_linear_rope(**given)
         for x in (of.x, unaligned(of.x)):
             of.cache[0].fill_(UNTOUCHED), of.cache[1].fill_(UNTOUCHED)
+            version = of.cache[0]._version
             qkv = comm.linear_rope(**{**given, "x": x})
+            assert of.cache[0]._version > version  # torch knows that the cache is written
             assert torch.equal(qkv, wanted)
             check_cache(of, qkv)
+        with torch.inference_mode():
+            of_inference = (*(part.clone() for part in of.cache[:2]), of.cache[2])
+            assert torch.equal(comm.linear_rope(**{**given, "cache": of_inference}), wanted)
         plain = {**given, "norm_weights": None, "cache": None, "bias": None}
         found = comm.try_linear_rope(**plain)
         assert torch.equal(found, run(of._replace(norms=None, cache=None, bias=None)))
@@ -327,7 +332,7 @@ def call_the_method() -> dict[str, int]:
 
 def test_the_method(ranks: RankPool) -> None:
     for calls in ranks.run(2, call_the_method):
-        assert calls == {"linear_rope": 3}
+        assert calls == {"linear_rope": 4}
 
 
 def wrong_arguments() -> list[tuple[dict[str, Any], str]]:
