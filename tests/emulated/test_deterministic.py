@@ -141,7 +141,8 @@ def test_subjects_are_the_algorithms_of_the_registry(programs: Path) -> None:
     fp8 = [f"{name}+{quantization}" for name in fused for quantization in quantizations]
     kinds = ("linear", "linear_silu_and_mul", "linear_gelu_tanh_and_mul")
     layers = [name + operands for name in kinds for operands in ("", "+fp8")]
-    assert listed[len(algorithms) :] == [*fp8, "put", "get", "packets", "port", *layers, "fused_experts", "moe_route"]
+    others = ["put", "get", "packets", "port", *layers, "fused_experts", "moe_route", "linear_rope"]
+    assert listed[len(algorithms) :] == [*fp8, *others]
     assert "broadcast/direct" in algorithms
 
 
