@@ -588,7 +588,7 @@ def batches_of_layers_are_no_larger_than_those_of_norms() -> None:
     config = with_model(compiler_config())
     before = config.compilation_config.compile_ranges_endpoints
     # Rotary embeddings have a range of their own (``rope_scenarios.py``).
-    with mock.patch.object(Communicator, "prefers_linear_rope", return_value=False), compiler(config):
+    with mock.patch.object(Communicator, "max_preferred_rope_tokens", 0), compiler(config):
         assert config.compilation_config.compile_ranges_endpoints == [64, 128, *before]  # of 128 bytes each
         group = parallel_state.get_tp_group().device_communicator
         communicator = group._llm_comm
