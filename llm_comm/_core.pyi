@@ -22,6 +22,8 @@ linear_multiple: int
 linear_fp8_multiple: int
 linear_max_features: int
 rope_max_tokens: int
+rope_max_head_size: int
+rope_rotary_multiple: int
 experts_max: int
 experts_max_top_k: int
 #: Granularities of the scales of FP8 elements.

@@ -63,6 +63,8 @@ void add_linear(py::module_& module) {
   module.attr("linear_fp8_multiple") = linear::inputs_multiple(OperandType::kFloat8);
   module.attr("linear_max_features") = linear::kMaxFeatures;
   module.attr("rope_max_tokens") = rope::kMaxTokens;
+  module.attr("rope_max_head_size") = rope::kMaxHeadSize;
+  module.attr("rope_rotary_multiple") = rope::kTileRows;
   module.attr("experts_max") = experts::kMaxExperts;
   module.attr("experts_max_top_k") = experts::kMaxTopK;
   module.attr("SCALE_OF_TENSOR") = static_cast<uint32_t>(ScaleOf::kTensor);

@@ -146,12 +146,20 @@ class FewTokens(OneRank):
         Raises:
             UnsupportedInputError: The device cannot run it.
         """
+        try:
+            return self._known(key, nbytes, prepare)
+        except ValueError as error:  # more shared memory than the device has
+            self._refuse(str(error))
+
+    def _known(self, key: tuple[Any, ...], nbytes: int, prepare: _Prepare) -> Callable[..., bool]:
+        """Return what ``_prepare`` returns. Counts no decline.
+
+        Raises:
+            ValueError: The kernels or the device do not support the operation.
+        """
         run = self._prepared.get(key)
         if run is None:
-            try:
-                run = self._counted(self.name, nbytes, prepare)
-            except ValueError as error:  # more shared memory than the device has
-                self._refuse(str(error))
+            run = self._counted(self.name, nbytes, prepare)
             keep(self._prepared, key, run)
         return run
 

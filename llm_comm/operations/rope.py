@@ -9,10 +9,9 @@ from typing import Any, NamedTuple
 import torch
 
 from llm_comm import _core
-from llm_comm.errors import UnsupportedInputError, quoted
+from llm_comm.errors import quoted
 from llm_comm.operations.one_rank import FewTokens, aligned
 from llm_comm.operations.operands import Operands, attempt, count_write, why_not_operand
-from llm_comm.operations.operation import keep
 from llm_comm.planning.layers import is_measured, takes_features
 
 #: Tokens, and outputs of a layer, up to which the kernel was faster on H200 than others for the layer alone and
@@ -21,8 +20,6 @@ from llm_comm.planning.layers import is_measured, takes_features
 _FASTER_TOKENS, _FASTER_OUTPUTS = 16, 4224
 _NUMBERS = (torch.int64, torch.int32)
 _READS = ("x", "weight", "positions", "cos_sin", "bias", "q_norm_weight", "k_norm_weight", "slots")
-
-
 _Tensors = tuple[torch.Tensor | None, ...]
 _NO_NORMS: _Tensors = (None, None)
 _NO_CACHE: _Tensors = (None, None, None)
@@ -50,7 +47,7 @@ class LinearRope(FewTokens):
         self, x: torch.Tensor, weight: torch.Tensor, positions: torch.Tensor, cos_sin: torch.Tensor, options: Options
     ) -> torch.Tensor:
         """Run ``Communicator.linear_rope``."""
-        why = self.why_not(x, weight, positions, cos_sin, options)
+        why, run = self._look_up(x, weight, positions, cos_sin, options)
         norms, (key_cache, value_cache, slots) = _NO_NORMS, _NO_CACHE
         if not why:
             norms, (key_cache, value_cache, slots) = options.norm_weights or _NO_NORMS, options.cache or _NO_CACHE
@@ -61,7 +58,6 @@ class LinearRope(FewTokens):
                 continue
             # Both may be parts of one tensor, each between the other's rows.
             Operands(self.name, _READS, (name,)).check_written(*reads, written)
-        run = self._find(x, weight, positions, cos_sin, options)
         x = aligned(x)
         out = x.new_empty((len(x), len(weight)))
         operands = x, weight, bias, out, positions, cos_sin, *norms, key_cache, value_cache, slots
@@ -88,7 +84,7 @@ class LinearRope(FewTokens):
         """Return the function of the core for operands that passed ``_why_not_operands``.
 
         Raises:
-            UnsupportedInputError: The kernels or the device do not support them.
+            ValueError: The kernels or the device do not support them.
         """
         (tokens, inputs), cache = x.shape, None
         if options.cache is not None:
@@ -115,29 +111,25 @@ class LinearRope(FewTokens):
         def prepare(counter: _core.Counter) -> Any:
             return self._handle.core().prepare_rope(_core.RopeProblem(**problem), counter=counter)
 
-        # Whoever asks counts a decline.
-        key = tuple(problem.values())
-        run = self._prepared.get(key)
-        if run is None:
-            try:
-                run = self._counted(self.name, x.nbytes, prepare)
-            except ValueError as error:
-                raise UnsupportedInputError(f"{self.name}: {error}") from error
-            keep(self._prepared, key, run)
-        return run
+        return self._known(tuple(problem.values()), x.nbytes, prepare)
 
     def why_not(
         self, x: torch.Tensor, weight: torch.Tensor, positions: torch.Tensor, cos_sin: torch.Tensor, options: Options
     ) -> str:
         """Return why the operands are not supported, or "". The answer ignores addresses."""
+        return self._look_up(x, weight, positions, cos_sin, options)[0]
+
+    def _look_up(
+        self, x: torch.Tensor, weight: torch.Tensor, positions: torch.Tensor, cos_sin: torch.Tensor, options: Options
+    ) -> tuple[str, Any]:
+        """Return the answer of ``why_not``, and the function of the core if it is ""."""
         why = self._why_not_operands(x, weight, positions, cos_sin, options)
         if why:
-            return why
+            return why, None
         try:
-            self._find(x, weight, positions, cos_sin, options)
-        except UnsupportedInputError as error:
-            return str(error).removeprefix(f"{self.name}: ")
-        return ""
+            return "", self._find(x, weight, positions, cos_sin, options)
+        except ValueError as error:
+            return str(error), None
 
     def _why_not_operands(
         self, x: torch.Tensor, weight: torch.Tensor, positions: torch.Tensor, cos_sin: torch.Tensor, options: Options
@@ -173,15 +165,13 @@ class LinearRope(FewTokens):
             return f"interleaved is {quoted(interleaved)}; it must be true or false"
         if not isinstance(options.eps, (int, float)) or isinstance(options.eps, bool) or not 0 <= options.eps < 1:
             return f"eps is {quoted(options.eps)}; it must be a number from 0 to 1"
-        sizes = {"weight": weight.shape[1], "positions": len(positions)}
-        lengths = {"bias": len(weight), "q_norm_weight": options.head_size, "k_norm_weight": options.head_size}
-        for name, (found, wanted) in {
-            "columns of weight": (sizes["weight"], inputs),
-            "positions": (sizes["positions"], tokens),
-            **{name: (len(vectors[name]), wanted) for name, wanted in lengths.items() if name in vectors},
-        }.items():
-            if found != wanted:
-                return f"{name}: {found}, it must be {wanted}"
+        if weight.shape[1] != inputs:
+            return f"columns of weight: {weight.shape[1]}, it must be {inputs}"
+        lengths = {"positions": tokens, "bias": len(weight)}
+        lengths |= dict.fromkeys(("q_norm_weight", "k_norm_weight"), options.head_size)
+        for name, wanted in lengths.items():
+            if name in vectors and len(vectors[name]) != wanted:
+                return f"{name}: {len(vectors[name])}, it must be {wanted}"
         for name in ("positions", "slots"):
             if name in vectors and vectors[name].dtype not in _NUMBERS:
                 return f"{name} has dtype {vectors[name].dtype}; it must be {' or '.join(map(str, _NUMBERS))}"
@@ -211,7 +201,7 @@ class LinearRope(FewTokens):
                 return f"{name} is empty"
         if keys.shape != values.shape:
             return f"key_cache has shape {tuple(keys.shape)}, value_cache {tuple(values.shape)}; they must be equal"
-        return f"{len(slots)} slots of {len(x)} tokens" if len(slots) > len(x) else ""
+        return ""
 
 
 class RopeLayers:

@@ -10,6 +10,7 @@ import pytest
 import torch
 from cores import connected
 from harness import RankPool, make_communicator
+from rope_reference import normed_and_rotated
 from test_experts import unaligned
 
 from llm_comm import UnsupportedInputError, _core, registry
@@ -126,26 +127,15 @@ def problem(of: Layer, **others: Any) -> _core.RopeProblem:
 
 def expected(of: Layer, qkv: torch.Tensor) -> torch.Tensor:
     """Norms and rotations of what a plain layer returned."""
-    shape, dtype = of.shape, of.x.dtype
-    heads = qkv.float().unflatten(1, (-1, shape.head_size))
-    rotated_heads = shape.q_heads + shape.kv_heads
-    if of.norms is not None:
-        weights = torch.stack([of.norms[head >= shape.q_heads].float() for head in range(rotated_heads)])
-        to_norm = heads[:, :rotated_heads]
-        factor = torch.rsqrt((to_norm**2).mean(-1, keepdim=True) + EPS)
-        heads = torch.cat([(to_norm * factor * weights).to(dtype).float(), heads[:, rotated_heads:]], 1)
-    half = shape.rotary_size // 2
-    cos, sin = of.cos_sin.float()[of.positions.long()][:, None].split(half, -1)
-    turning = heads[:, :rotated_heads, : shape.rotary_size]
-    if shape.interleaved:
-        a, b = turning[..., ::2], turning[..., 1::2]
-    else:
-        a, b = turning.split(half, -1)
-    x, y = a * cos - b * sin, b * cos + a * sin
-    turned = torch.stack([x, y], -1).flatten(-2) if shape.interleaved else torch.cat([x, y], -1)
-    result = heads.clone()
-    result[:, :rotated_heads, : shape.rotary_size] = turned
-    return result.flatten(1).to(dtype)
+    shape = of.shape
+    return normed_and_rotated(
+        *(qkv, of.positions, of.cos_sin),
+        head_size=shape.head_size,
+        kv_heads=shape.kv_heads,
+        norm_weights=of.norms,
+        eps=EPS,
+        interleaved=shape.interleaved,
+    )
 
 
 def check_cache(of: Layer, qkv: torch.Tensor) -> None:

@@ -11,11 +11,16 @@ without norms, rotation and cache.
 from __future__ import annotations
 
 import random
+import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any, NamedTuple
+
+sys.path.append(str(Path(__file__).parents[1]))
 
 import torch
 from common import Session, parser, report, run, session
+from rope_reference import normed_and_rotated
 
 from llm_comm import Communicator
 from llm_comm.bench.layer_chains import cold_weights, spacer_of, time_chain
@@ -98,23 +103,15 @@ def call_of(shape: Shape, tokens: int, device: torch.device, dtype: torch.dtype,
 
 
 def by_torch(call: Call, weight: torch.Tensor) -> torch.Tensor:
-    shape, dtype = call.shape, call.x.dtype
     qkv = call.x.float() @ weight.float().T + (0 if call.bias is None else call.bias.float())
-    heads = qkv.to(dtype).float().unflatten(1, (-1, shape.head_size))
-    turning = shape.q_heads + shape.kv_heads
-    if call.norms is not None:
-        weights = torch.stack([call.norms[head >= shape.q_heads].float() for head in range(turning)])
-        factor = torch.rsqrt((heads[:, :turning] ** 2).mean(-1, keepdim=True) + EPS)
-        heads[:, :turning] = (heads[:, :turning] * factor * weights).to(dtype).float()
-    half = shape.rotary_size // 2
-    cos, sin = call.cos_sin.float()[call.positions][:, None].split(half, -1)
-    part = heads[:, :turning, : shape.rotary_size]
-    a, b = (part[..., ::2], part[..., 1::2]) if shape.interleaved else part.split(half, -1)
-    x, y = a * cos - b * sin, b * cos + a * sin
-    heads[:, :turning, : shape.rotary_size] = (
-        torch.stack([x, y], -1).flatten(-2) if shape.interleaved else torch.cat([x, y], -1)
+    return normed_and_rotated(
+        *(qkv.to(call.x.dtype), call.positions, call.cos_sin),
+        head_size=call.shape.head_size,
+        kv_heads=call.shape.kv_heads,
+        norm_weights=call.norms,
+        eps=EPS,
+        interleaved=call.shape.interleaved,
     )
-    return heads.flatten(1).to(dtype)
 
 
 def is_wrong(comm: Communicator, draw: random.Random, device: torch.device) -> str:

@@ -65,8 +65,8 @@ ROUTER: tuple[Mutant, ...] = (
     cpp(
         "a router takes any number of columns",
         HOST,
-        "problem.hidden % linear::kMultiple != 0",
-        "false",
+        'linear::why_not_features(problem.hidden, "columns")',
+        'linear::why_not_features(problem.hidden, "columns", 1)',
         PROBLEMS,
     ),
     python(

@@ -60,10 +60,9 @@ void check(const Problem& problem) {
   within(problem.top_k, "experts of a token", kMaxTopK);
   within(problem.experts, "experts", kMaxExperts);
   for (const auto& [size, name] : {std::pair{problem.hidden, "hidden"}, {problem.intermediate, "intermediate"}}) {
-    const uint32_t multiple = linear::inputs_multiple(problem.weights);
-    if (size > 0 && size % multiple == 0 && size <= linear::kMaxFeatures) continue;
-    refuse(std::to_string(size) + " columns of the " + name + " state; it takes multiples of " +
-           std::to_string(multiple) + " up to " + std::to_string(linear::kMaxFeatures));
+    const std::string of = std::string("columns of the ") + name + " state";
+    const std::string why = linear::why_not_features(size, of, linear::inputs_multiple(problem.weights));
+    if (!why.empty()) refuse(why);
   }
   if (weight_parts(problem.epilogue) != 2) refuse("it needs an activation of gate and up");
 }

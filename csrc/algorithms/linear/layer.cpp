@@ -124,6 +124,12 @@ void check_range(const char* name, uint32_t value, uint32_t most) {
 
 }  // namespace
 
+std::string why_not_features(uint32_t features, const std::string& name, uint32_t multiple) {
+  if (features > 0 && features % multiple == 0 && features <= kMaxFeatures) return "";
+  return std::to_string(features) + " " + name + "; it takes multiples of " + std::to_string(multiple) + " up to " +
+         std::to_string(kMaxFeatures);
+}
+
 void check(const LinearProblem& problem) {
   const auto refuse = [](const std::string& why) { throw std::invalid_argument("linear layer: " + why); };
   if (!serves(problem.operands, problem.type)) {
@@ -134,13 +140,10 @@ void check(const LinearProblem& problem) {
   if (problem.tokens == 0 || problem.tokens > most) {
     refuse(std::to_string(problem.tokens) + " tokens; it takes 1 to " + std::to_string(most));
   }
-  const auto check_features = [&](uint32_t features, const char* name, uint32_t multiple) {
-    if (features > 0 && features % multiple == 0 && features <= kMaxFeatures) return;
-    refuse(std::to_string(features) + " " + name + "; it takes multiples of " + std::to_string(multiple) + " up to " +
-           std::to_string(kMaxFeatures));
-  };
-  check_features(problem.inputs, "inputs", inputs_multiple(problem.operands));
-  check_features(problem.outputs, "outputs", kMultiple);
+  for (const std::string& why : {why_not_features(problem.inputs, "inputs", inputs_multiple(problem.operands)),
+                                 why_not_features(problem.outputs, "outputs")}) {
+    if (!why.empty()) refuse(why);
+  }
   if (!has_block_scales(problem) && problem.weight_scale != ScaleOf::kBlock) return;
   if (problem.operands != OperandType::kFloat8) refuse("scales of blocks are for FP8");
   if (problem.x_scale != problem.weight_scale) refuse("both operands have scales of blocks, or neither has");

@@ -2,6 +2,7 @@
 #pragma once
 
 #include <cstdint>
+#include <string>
 #include <vector>
 
 #include "algorithms/algorithm.h"
@@ -72,6 +73,8 @@ constexpr uint32_t token_tiles(uint32_t tokens) { return divide_up(tokens, token
 // L2 eviction hint for the weight. With several token tiles other blocks fetch the same tiles of the weight.
 constexpr BoxUse use_of_weight(uint32_t tokens) { return token_tiles(tokens) > 1 ? BoxUse::kShared : BoxUse::kOnce; }
 
+// Returns why no kernel of this directory takes so many columns or rows of a matrix, or "". `name` tells of which.
+std::string why_not_features(uint32_t features, const std::string& name, uint32_t multiple = kMultiple);
 // Throws std::invalid_argument for a problem that the kernels serve with no tiling.
 void check(const LinearProblem& problem);
 // Tilings worth timing on a device: the kernel's own choice, then others in ascending order of the time model's

@@ -17,7 +17,8 @@ std::string text(uint64_t number) { return std::to_string(number); }
 
 // Stages that a warp needs for all of its tiles.
 uint32_t all_stages(const Problem& problem) {
-  return divide_up(divide_up(problem.inputs * 2, kBoxRowBytes), kStageBoxes * kWarps);
+  const uint32_t boxes = problem.inputs / linear::inputs_multiple(operands_of_type(problem.type));
+  return divide_up(boxes, kStageBoxes * kWarps);
 }
 
 bool fits(const Problem& problem, uint32_t block_rows) {
@@ -51,11 +52,9 @@ void check(const Problem& problem) {
   if (problem.tokens == 0 || problem.tokens > kMaxTokens) {
     refuse(text(problem.tokens) + " tokens; it takes 1 to " + text(kMaxTokens));
   }
-  for (const auto& [features, name] : {std::pair{problem.inputs, " inputs"}, {problem.outputs, " outputs"}}) {
-    if (features == 0 || features % linear::kMultiple != 0 || features > linear::kMaxFeatures) {
-      refuse(text(features) + name + "; it takes multiples of " + text(linear::kMultiple) + " up to " +
-             text(linear::kMaxFeatures));
-    }
+  for (const auto& [features, name] : {std::pair{problem.inputs, "inputs"}, {problem.outputs, "outputs"}}) {
+    const std::string why = linear::why_not_features(features, name);
+    if (!why.empty()) refuse(why);
   }
   if (problem.head_size == 0 || problem.head_size > kMaxHeadSize || problem.outputs % problem.head_size != 0) {
     refuse("heads of " + text(problem.head_size) + " outputs, of " + text(problem.outputs) + "; a head has up to " +
@@ -87,11 +86,10 @@ Choice choose(const Problem& problem, const Choice& wanted, uint32_t sm_count, u
     if (choice.block_rows == 0) {
       refuse((problem.has_norms ? "norms of heads of " : "heads of ") + text(problem.head_size) +
              " outputs, of which " + text(problem.rotary_size) + " rotate, are for fewer than " + text(problem.tokens) +
-             " tokens, or this device has too little memory for a " + "block: " + text(max_shared_bytes) + " bytes");
+             " tokens, or this device has too little memory for a block: " + text(max_shared_bytes) + " bytes");
     }
   }
-  if (choice.block_rows == 0 || choice.block_rows > kMaxBlockRows || choice.block_rows % kTileRows != 0 ||
-      !fits(problem, choice.block_rows)) {
+  if (choice.block_rows > kMaxBlockRows || choice.block_rows % kTileRows != 0 || !fits(problem, choice.block_rows)) {
     refuse("blocks of " + text(choice.block_rows) + " rows, with heads of " + text(problem.head_size) + " of which " +
            text(problem.rotary_size) + " rotate" + (problem.has_norms ? ", norms" : "") + " and " +
            text(problem.tokens) + " tokens");

@@ -179,8 +179,9 @@ class RopePair {
     is_rotated_ = part == 0 && head_ < args.q_heads + args.kv_heads;
     // Neighbours are in one half of the block's rows, halves in both. Eight pairs are of the same eight rows of each half
     // either way.
-    const uint32_t of_half = args.is_interleaved ? pair / 8 * 8 + pair % 4 * 2 : pair;
-    const uint32_t first_half = args.is_interleaved ? pair % 8 / 4 : 0;
+    constexpr uint32_t kLine = rope::kLinePairs;
+    const uint32_t of_half = args.is_interleaved ? pair / kLine * kLine + pair % (kLine / 2) * 2 : pair;
+    const uint32_t first_half = args.is_interleaved ? pair % kLine / (kLine / 2) : 0;
     row_[0] = first_half * half + of_half;
     row_[1] = args.is_interleaved ? row_[0] + 1 : half + pair;
     output_[0] = (part + first_half) * args.weight.rows + place.first_row + of_half;

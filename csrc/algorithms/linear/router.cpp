@@ -33,10 +33,8 @@ void check(const Problem& problem) {
   within(problem.tokens, "tokens", linear::kMaxTokens);
   within(problem.experts, "experts", kMaxExperts);
   within(problem.top_k, "experts of a token", problem.experts < kMaxTopK ? problem.experts : kMaxTopK);
-  if (problem.hidden == 0 || problem.hidden % linear::kMultiple != 0 || problem.hidden > linear::kMaxFeatures) {
-    refuse(std::to_string(problem.hidden) + " columns; it takes multiples of " + std::to_string(linear::kMultiple) +
-           " up to " + std::to_string(linear::kMaxFeatures));
-  }
+  const std::string why = linear::why_not_features(problem.hidden, "columns");
+  if (!why.empty()) refuse(why);
 }
 
 Division divide(const Problem& problem, uint32_t max_cluster_blocks) {

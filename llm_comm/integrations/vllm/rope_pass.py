@@ -33,6 +33,7 @@ from vllm.compilation.passes.vllm_inductor_pass import VllmInductorPass, VllmPat
 from vllm.config import VllmConfig
 from vllm.distributed import get_tp_group
 
+from llm_comm import _core
 from llm_comm.integrations.vllm.compiled_graphs import log_once
 from llm_comm.integrations.vllm.graph_layers import RESHAPES, Layer, Node, layer_of
 from llm_comm.integrations.vllm.linear_passes import LayerPass
@@ -41,8 +42,6 @@ from llm_comm.integrations.vllm.rope import linear_rope
 _aten = torch.ops.aten
 #: Operators of vLLM's attention that q and k may go to.
 _ATTENTION = ("unified_kv_cache_update", "unified_attention_with_output")
-#: Limits of ``Communicator.linear_rope``: the largest head, and the multiple of the elements that are rotated.
-_LARGEST_HEAD, _ROTARY_MULTIPLE = 512, 16
 
 
 class _Rotation(NamedTuple):
@@ -335,7 +334,7 @@ def _is_served(qkv: _Qkv) -> bool:
         if epsilon != of_k or weight.meta["val"].shape != (size,):
             return False
     rotary_size = first.cos_sin.meta["val"].shape[1]
-    if size > _LARGEST_HEAD or rotary_size % _ROTARY_MULTIPLE or size % rotary_size:
+    if size > _core.rope_max_head_size or rotary_size % _core.rope_rotary_multiple or size % rotary_size:
         return False
     tokens, positions = layer.x.meta["val"].shape[0], first.positions.meta["val"]
     if positions.dim() != 1 or positions.dtype not in (torch.int64, torch.int32):
